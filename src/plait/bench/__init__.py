@@ -1,0 +1,1 @@
+"""Measurements: our side and a peer's, alternating in one run, beside the machine's own limits."""

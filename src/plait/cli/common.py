@@ -1,0 +1,205 @@
+"""What the commands share: the flags of everything that loads a model, progress, and JSON output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import UsageError
+
+if TYPE_CHECKING:
+    from plait.engine.llm import LLM
+
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+MODEL_HELP = "a GGUF file, a directory with config.json, or hf:OWNER/NAME (default: SmolLM2-135M-Instruct)"
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The optional positional MODEL; None is the embedded default."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict."""
+    parser.add_argument("--device", default="cpu", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all that may be used)")
+    parser.add_argument("--strict", action="store_true", help="unknown keys of a config.json are errors")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that runs the engine; `engine_options` reads them."""
+    add_load_flags(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--max-model-len", type=positive, metavar="N", help="longest context (default: the model's own)")
+    group.add_argument("--kv-memory", metavar="SIZE", help="memory for keys and values, such as 2GiB")
+    group.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp32", "q8_0"), help="default: auto")
+    group.add_argument("--plan", default="reference", choices=("native", "reference"), help="default: reference")
+    group.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "none"),
+        help="auto: the checkpoint's own sampling defaults apply where no flag is given (default: auto)",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `LLM` and `build_engine` from the common flags. Raises UsageError for --adapter."""
+    not_supported_yet(args, "adapter")
+    return {
+        "dtype": args.dtype,
+        "device": args.device,
+        "threads": args.threads,
+        "strict": args.strict,
+        "max_model_len": args.max_model_len,
+        "kv_memory": args.kv_memory,
+        "kv_dtype": args.kv_dtype,
+        "plan": args.plan,
+        "generation_config": args.generation_config,
+    }
+
+
+def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
+    """The model of args.model with an engine in this process; what was loaded and what fits is said on stderr."""
+    options = {**engine_options(args), **options}
+    with progress("loading the model"):
+        from plait.engine.llm import LLM
+        from plait.weights.locate import locate
+
+        # A wrong path is told before torch is imported.
+        llm = LLM(locate(args.model), **options)
+    for line in llm.bundle.lines:
+        say(line)
+    return llm
+
+
+def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
+    """(decoder, tokenizer) of args.model for commands that need no engine."""
+    with progress("loading the model"):
+        import torch
+
+        from plait.kernels.native import usable_cpus
+        from plait.text.tokenizer import load_tokenizer
+        from plait.weights.checkpoint import open_checkpoint
+        from plait.weights.load import load
+
+        if args.device.startswith("cpu"):
+            torch.set_num_threads(args.threads or usable_cpus())
+        checkpoint = open_checkpoint(args.model, args.strict)
+        decoder = load(checkpoint, args.dtype, args.device, args.strict)
+        tokenizer = load_tokenizer(checkpoint.path)
+        checkpoint.source.close()
+    for line in decoder.load_report.lines():
+        say(line)
+    return decoder, tokenizer
+
+
+def not_supported_yet(args: argparse.Namespace, *names: str) -> None:
+    """UsageError for the first of these flags that was given."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is not supported yet; leave it out")
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def device(text: str) -> str:
+    """An argparse type: the name of a torch device."""
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu, cuda or cuda:1")
+    return text
+
+
+def read_text(name: str) -> str:
+    """The text of a file, or of standard input for "-". Raises UsageError for what cannot be read as UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror or error}") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: not UTF-8 text (byte {error.start}); convert the file first") from None
+
+
+def print_json(document: Any) -> None:
+    """The one JSON document of a command with --json."""
+    print(json.dumps(document, ensure_ascii=False, indent=2))
+
+
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Aligned columns: the first to the left, the others to the right where they are numbers."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    numeric = [i > 0 and all(row[i][:1].isdigit() or row[i] in ("-", "") for row in rows) for i in range(len(header))]
+    for line in (header, *rows):
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        )
+        print("  ".join(cells).rstrip())
+
+
+def say(line: str) -> None:
+    """A line for people, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Tell that something is being done: a spinner on a terminal, elsewhere one line when it has taken two seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"{what} ..."):
+            yield
+        return
+    start = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - start
+    if seconds > 2:
+        say(f"{what}: {seconds:.1f} s")
+
+
+class Counter:
+    """Progress over a known total: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._last = time.perf_counter()
+        self._bar: Any = None
+
+    def __enter__(self) -> Counter:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._bar.add_task(self._what, total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """`count` more of the total are done."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0], count)
+        elif time.perf_counter() - self._last > 10:
+            self._last = time.perf_counter()
+            say(f"{self._what}: {self._done:,} of {self._total:,}")

@@ -1,0 +1,137 @@
+"""The program `plait`: a table of sub-commands, each imported only when it is chosen, and one place for errors."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from plait import __version__
+from plait.errors import PlaitError, UsageError
+
+# name -> the line in `plait --help`. The module plait.cli.<name> has add_parser(subparsers) and run(args) -> int.
+COMMANDS = {
+    "generate": "complete a prompt, or answer it with --chat",
+    "chat": "talk with a model in the terminal",
+    "serve": "OpenAI-compatible server with a chat page",
+    "models": "families, and what a context costs in known models or yours",
+    "inspect": "configuration, tensors, tokenizer and memory of a checkpoint",
+    "verify": "compare a checkpoint with a reference implementation, token by token",
+    "score": "perplexity and log-probabilities of text",
+    "bench": "measurements against a peer in the same run",
+}
+# Announced commands that do not exist yet; they answer so instead of "unknown".
+PLANNED = ("batch", "convert", "train", "evaluate", "study")
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are exceptions of ours, printed like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 (a failure), 2 (a wrong request), 130 (interrupted)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _forgiving_output()
+    args = argparse.Namespace(debug=False)
+    handler = _warnings_to_stderr()
+    try:
+        args = parse(words)
+        return _run(args)
+    except SystemExit as end:  # --help and --version
+        return end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone. What is still buffered must not raise once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if args.debug:
+            raise
+        return report_error(error)
+    finally:
+        logging.getLogger("plait").removeHandler(handler)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line. Only the chosen command's module is imported."""
+    parser = Parser(prog="plait", description="Run, serve and study language models.")
+    parser.add_argument("--version", action="version", version=f"plait {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, line in COMMANDS.items():
+        if name == chosen:
+            import_module(f"plait.cli.{name}").add_parser(subparsers)
+            subparsers.choices[name].add_argument(
+                "--debug", action="store_true", help="show the traceback of an error"
+            )
+        else:
+            subparsers.add_parser(name, help=line, add_help=False)
+    if chosen is not None and chosen not in COMMANDS:
+        raise UsageError(_unknown(chosen))
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        raise UsageError("no command given")
+    return args
+
+
+def _run(args: argparse.Namespace) -> int:
+    status = import_module(f"plait.cli.{args.command}").run(args)
+    sys.stdout.flush()
+    return status
+
+
+def report_error(error: Exception) -> int:
+    """Print an error as one line on stderr; returns its exit status."""
+    if isinstance(error, PlaitError):
+        text, status = str(error), error.exit_status
+    else:
+        text, status = f"{type(error).__name__}: {error} (--debug shows where)", 1
+    print(f"plait: error: {' '.join(text.split())}", file=sys.stderr)
+    return status
+
+
+def _unknown(name: str) -> str:
+    if name in PLANNED:
+        return f"the command {name} does not exist yet"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f" (commands: {', '.join(COMMANDS)})"
+    return f"unknown command {name!r}{hint}"
+
+
+def _warnings_to_stderr() -> logging.Handler:
+    """Warnings of the package, such as an ignored key of a config.json, as lines like the errors."""
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("plait: %(levelname)s: %(message)s"))
+    logging.getLogger("plait").addHandler(handler)
+    return handler
+
+
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        record.levelname = record.levelname.lower()
+        print(self.format(record), file=sys.stderr)
+
+
+def _forgiving_output() -> None:
+    """A model's text may hold characters that the terminal's encoding lacks: replace them instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

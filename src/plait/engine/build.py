@@ -1,0 +1,199 @@
+"""From a checkpoint (or a live decoder) to an engine: sizes the pool, says what fits, wires the parts together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import CapacityError, UsageError
+from plait.kernels.native import available_memory_bytes, usable_cpus
+from plait.memory.layout import CacheLayout, make_layout
+
+if TYPE_CHECKING:
+    from plait.engine.engine import Engine
+    from plait.model.config import ModelConfig
+    from plait.model.decoder import Decoder
+    from plait.text.tokenizer import Tokenizer
+
+# Of the memory that is free once the weights are loaded, the pool may take this share. Untouched pages cost nothing.
+KV_SHARE = 0.5
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
+
+
+@dataclass
+class EngineBundle:
+    """An engine with what belongs to it. lines: what a person is told at start-up."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    default_params: dict[str, Any]
+    max_model_len: int
+    name: str
+    report: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def parse_bytes(text: int | str) -> int:
+    """Bytes from a number or from text such as "2GiB", "512M". Raises UsageError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    unit = match and _UNITS.get(match[2].lower())
+    if not match or unit is None:
+        raise UsageError(f"{text!r} is no amount of memory; write for example 2GiB or 512MiB")
+    return int(float(match[1]) * unit)
+
+
+def build_engine(
+    model: str | Path | Decoder | None = None,
+    *,
+    dtype: Any = "auto",
+    device: str = "cpu",
+    kv_memory: int | str | None = None,
+    kv_dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 32,
+    max_batched_tokens: int = 512,
+    generation_config: str = "auto",
+    threads: int | None = None,
+    strict: bool = False,
+    tokenizer: Tokenizer | None = None,
+    plan: str = "reference",
+    **options: Any,
+) -> EngineBundle:
+    """Load a model and put an engine around it.
+
+    model: None (the default model), a path, `hf:OWNER/NAME`, or a live Decoder. kv_memory: bytes of the key/value
+    pool (default:
+    half of the free memory, at most what max_num_seqs full contexts need). max_model_len: default the model's own,
+    lowered to what fits. Further options go to `Engine`. Raises PlaitError for what cannot work.
+    """
+    import torch
+
+    from plait.engine.engine import Engine
+    from plait.engine.reference_executor import ReferenceExecutor
+    from plait.model.decoder import Decoder
+
+    if plan != "reference":
+        raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
+    if generation_config not in ("auto", "none"):
+        raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
+    if device.startswith("cpu"):
+        torch.set_num_threads(threads or usable_cpus())
+    defaults: dict[str, Any] = {}
+    if isinstance(model, Decoder):
+        decoder, name = model, model.config.model_type
+    else:
+        decoder, tokenizer, defaults, name = _load(model, dtype, device, strict, tokenizer)
+    if generation_config == "none":
+        defaults = {}
+    config = decoder.config
+    numbers = _kv_dtype(kv_dtype, decoder.dtype)
+    wanted = max_model_len or config.max_positions
+    if wanted > config.max_positions:
+        raise CapacityError(
+            f"max_model_len={wanted} is beyond the model's {config.max_positions} positions", field="max_model_len"
+        )
+    layout = make_layout(config.caches(), numbers.itemsize, wanted, max_batched_tokens)
+    budget = parse_bytes(kv_memory) if kv_memory is not None else int(available_memory_bytes() * KV_SHARE)
+    full = layout.blocks_per_sequence(wanted, max_batched_tokens) * max_num_seqs + 1
+    num_blocks = budget // layout.block_bytes
+    if kv_memory is None:
+        num_blocks = min(num_blocks, full)
+    length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
+    executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
+    engine = Engine(
+        executor,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        vocab_limit=tokenizer.vocab_size if tokenizer else None,
+        eos_token_ids=frozenset(config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        **options,
+    )
+    bundle = EngineBundle(engine, tokenizer, config, defaults, length, name)
+    bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, decoder)
+    bundle.lines = [*(decoder.load_report.lines() if decoder.load_report else []), *notes, _fits_line(bundle.report)]
+    if defaults:
+        shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
+        bundle.lines.append(f"sampling defaults from the checkpoint: {shown}")
+    return bundle
+
+
+def _load(
+    model: str | Path | None, dtype: Any, device: str, strict: bool, tokenizer: Tokenizer | None
+) -> tuple[Decoder, Tokenizer, dict[str, Any], str]:
+    from plait.text.tokenizer import load_tokenizer
+    from plait.weights.checkpoint import open_checkpoint
+    from plait.weights.load import load
+
+    checkpoint = open_checkpoint(model, strict)
+    decoder = load(checkpoint, dtype, device, strict)
+    tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+    defaults = checkpoint.generation_defaults
+    checkpoint.source.close()
+    name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name
+    return decoder, tokenizer, defaults, name
+
+
+def _kv_dtype(name: str, compute: Any) -> Any:
+    import torch
+
+    known = {"auto": compute, "fp32": torch.float32, "bf16": torch.bfloat16}
+    if name not in known:
+        later = " (q8_0 is not supported yet)" if name == "q8_0" else ""
+        raise UsageError(f"kv_dtype {name!r}: choose auto, fp32 or bf16{later}")
+    return known[name]
+
+
+def _fitting_length(
+    layout: CacheLayout, num_blocks: int, wanted: int, chunk: int, explicit: bool
+) -> tuple[int, list[str]]:
+    """The longest context up to `wanted` that one request can have in the pool; lowered only where nobody asked for
+    it."""
+    usable = num_blocks - 1
+    if layout.blocks_per_sequence(wanted, chunk) <= usable:
+        return wanted, []
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layout.blocks_per_sequence(middle, chunk) <= usable else (low, middle - 1)
+    need = layout.blocks_per_sequence(wanted, chunk) * layout.block_bytes
+    have = max(usable, 0) * layout.block_bytes
+    if low < 1 or explicit:
+        raise CapacityError(
+            f"a context of {wanted} tokens needs {need / 2**20:,.0f} MiB of keys and values, the pool has"
+            f" {have / 2**20:,.0f} MiB: raise --kv-memory or lower --max-model-len",
+            field="max_model_len",
+        )
+    return low, [f"max_model_len lowered from {wanted:,} to {low:,} tokens: that is what the key/value pool holds"]
+
+
+def memory_report(
+    config: ModelConfig, layout: CacheLayout, num_blocks: int, max_model_len: int, chunk: int, decoder: Any = None
+) -> dict[str, Any]:
+    """Bytes by part, and how many tokens and full-length requests fit in the pool."""
+    per_request = layout.blocks_per_sequence(max_model_len, chunk)
+    weights = sum(p.numel() * p.element_size() for p in decoder.parameters()) if decoder is not None else None
+    return {
+        "weight_bytes": weights,
+        "kv_pool_bytes": num_blocks * layout.block_bytes,
+        "kv_bytes_per_token": config.kv_bytes_per_token(layout.bytes_per_number),
+        "kv_block_bytes": layout.block_bytes,
+        "kv_groups": len(layout.groups),
+        "kv_waste_bytes_per_block": layout.waste_bytes_per_block,
+        "num_blocks": num_blocks,
+        "max_model_len": max_model_len,
+        "full_length_requests": (num_blocks - 1) // per_request,
+    }
+
+
+def _fits_line(report: dict[str, Any]) -> str:
+    return (
+        f"key/value pool {report['kv_pool_bytes'] / 2**20:,.0f} MiB reserved,"
+        f" {report['kv_bytes_per_token'] / 1024:.1f} KiB per token,"
+        f" room for {report['full_length_requests']} requests of {report['max_model_len']:,} tokens"
+    )

@@ -1,0 +1,398 @@
+"""The step loop: requests in, tokens out, over an executor that computes and a block manager that accounts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.engine.admission import Limits, check_request, longest_sequence, total_tokens
+from plait.engine.batch import Batch, build_batch
+from plait.engine.executor import Executor
+from plait.engine.request import Request, RequestState, SequenceState
+from plait.engine.sampler import NOT_FINITE, Sample, Sampler
+from plait.engine.sampling_state import SamplingState
+from plait.engine.scheduler import Scheduler
+from plait.engine.token_output import RequestTiming, TokenOutput
+from plait.engine.tokens import TokenBuffer
+from plait.errors import EngineError, RequestError
+from plait.memory.blocks import BlockManager
+
+_MAX_FAILED_STEPS = 3
+
+
+@dataclass
+class EngineStats:
+    """A snapshot. Counters count from the start; prefix_* and *_tokens are tokens; kv_usage is 0 to 1.
+
+    prefix_query_tokens, prefix_hit_tokens: prompt tokens of admitted requests, and those found in the prefix cache.
+    computed_tokens: of prompts and outputs, recomputed ones too. finished: choices by finish_reason.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_free_blocks: int
+    num_blocks: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    recycled_blocks: int
+    cow_copies: int
+    evictions: int
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Serves many requests at once with one executor. Not thread-safe: one thread calls it.
+
+    max_model_len: tokens of prompt and output together. max_num_seqs: sequences in one step.
+    max_batched_tokens: tokens of one step (at most the executor's). policy: "fcfs" or "priority".
+    vocab_limit: ids at and beyond it are never sampled (the tokenizer's size). eos_token_ids: the model's end
+    tokens. max_logprobs: bound of logprobs and prompt_logprobs. max_prompt_rows: logits rows per step for
+    prompt_logprobs. seed: makes the seeds that requests without one get repeatable.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        max_model_len: int,
+        max_num_seqs: int = 32,
+        max_batched_tokens: int = 512,
+        policy: str = "fcfs",
+        vocab_limit: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        prefix_caching: bool = True,
+        max_logprobs: int = 20,
+        max_prompt_rows: int = 256,
+        seed: int | None = None,
+    ) -> None:
+        if policy not in ("fcfs", "priority"):
+            raise RequestError(f"policy must be 'fcfs' or 'priority', got {policy!r}", field="policy")
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_model_len", max_model_len),
+            ("max_batched_tokens", max_batched_tokens),
+            ("max_prompt_rows", max_prompt_rows),
+        ):
+            if value < 1:
+                raise RequestError(f"{name} must be at least 1, got {value}", field=name)
+        budget = min(max_batched_tokens, executor.max_batched_tokens)
+        if budget < max_num_seqs:
+            raise RequestError(
+                f"a step of {budget} tokens cannot hold one token of each of {max_num_seqs} sequences: "
+                "raise max_batched_tokens or lower max_num_seqs",
+                field="max_batched_tokens",
+            )
+        self.executor = executor
+        self.policy = policy
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.blocks = BlockManager(executor.layout, executor.num_blocks, prefix_caching, chunk_tokens=budget)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_prompt_rows)
+        sampled_ids = min(vocab_limit or executor.vocab_size, executor.vocab_size)
+        self.sampler = Sampler(sampled_ids)
+        pool_tokens = longest_sequence(self.blocks, max_model_len)
+        self.limits = Limits(executor.vocab_size, sampled_ids, max_model_len, pool_tokens, max_logprobs)
+        self._seeds = np.random.default_rng(seed)
+        self._requests: dict[str, RequestState] = {}
+        self._arrivals = 0
+        self._failed_steps = 0
+        self._weights_version = 0
+        self._totals: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises RequestError or CapacityError, and then nothing has changed."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another", field="request_id")
+        check_request(request, self.limits)
+        params = request.params
+        num_prompt = len(request.prompt_token_ids)
+        total = total_tokens(num_prompt, params.max_tokens, self.limits)
+        seed = int(self._seeds.integers(1 << 64, dtype=np.uint64)) if params.seed is None else params.seed % (1 << 64)
+        owner = RequestState(
+            request,
+            seed,
+            end_ids=self.eos_token_ids | request.eos_token_ids,
+            max_total_tokens=total,
+            order=self._arrivals,
+            timing=RequestTiming(time.monotonic() if request.arrival_s is None else request.arrival_s),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        self._arrivals += 1
+        self._requests[request.request_id] = owner
+        self._totals["prompt_tokens"] += num_prompt
+        self.scheduler.wait(self._new_sequence(owner, 0, TokenBuffer(request.prompt_token_ids)))
+
+    def abort(self, request_id: str) -> list[TokenOutput]:
+        """Drop a request and free its blocks at once; the last outputs of its unfinished choices. Unknown ids: none."""
+        owner = self._requests.get(request_id)
+        if owner is None:
+            return []
+        indices = list(owner.choices) if owner.forked else list(range(owner.request.params.n))
+        return [self._finish(owner, index, TokenOutput(request_id, index), "abort") for index in indices]
+
+    def stop(self, request_id: str, index: int = 0) -> None:
+        """End one choice because the caller found a stop string in its text; no effect if it has ended already."""
+        owner = self._requests.get(request_id)
+        if owner is not None and index in owner.choices:
+            self._finish(owner, index, TokenOutput(request_id, index), "stop")
+
+    def has_unfinished(self) -> bool:
+        """Whether step() has anything to do."""
+        return bool(self._requests)
+
+    def refresh(self) -> None:
+        """The weights have changed: drop every key and value; running requests are computed anew and go on."""
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        self._weights_version += 1
+        self.blocks.set_weights_version(self._weights_version)
+        for owner in self._requests.values():
+            if owner.missing_prompt_rows:
+                owner.prompt_logprobs = [None]
+
+    # The step
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step and return what it brought: at most one output per choice.
+
+        A failure of one request ends that request with finish_reason "error". Raises EngineError when the
+        executor fails in several steps in a row: then the engine cannot go on.
+        """
+        counts = self.scheduler.schedule()
+        if not counts and self._requests:
+            # Blocks that queued copies were to be read from become free only when the copies are taken.
+            self.blocks.take_copies()
+            counts = self.scheduler.schedule()
+            if not counts:
+                return self._give_up_on_first()
+        if not counts:
+            return []
+        batch = build_batch(counts, self.blocks)
+        now = time.monotonic()
+        for seq in counts:
+            if seq.owner.timing.first_scheduled_s is None:
+                seq.owner.timing.first_scheduled_s = now
+                self._totals["prefix_query_tokens"] += len(seq.tokens)
+                self._totals["prefix_hit_tokens"] += seq.owner.num_cached_tokens or 0
+        try:
+            logits = self.executor.execute(batch.token_ids, batch.inputs)
+            self._check_logits(logits, batch)
+        except Exception as error:  # confined to the requests of this step
+            return self._fail_step(batch, error)
+        self._failed_steps = 0
+        self._totals["steps"] += 1
+        self._totals["computed_tokens"] += len(batch.token_ids)
+        return self._digest(batch, logits)
+
+    def _digest(self, batch: Batch, logits: NDArray[np.float32]) -> list[TokenOutput]:
+        """Sample, commit what was computed, and say what is new."""
+        broken = self._collect_prompt_logprobs(batch, logits)
+        samples = self._sample(batch, logits)
+        outputs: list[TokenOutput] = []
+        for seq, count in batch.counts.items():
+            first = samples.get(seq)
+            if seq in broken:
+                outputs += self._end_in_error(seq.owner, seq.index, NOT_FINITE)
+                continue
+            if first is None or first[0][1].error is None:
+                self.blocks.commit(seq.held, seq.tokens.array, seq.num_computed + count)
+            if first is not None:
+                outputs += self._append(seq, first)
+            elif seq.remaining == 0:  # scoring: nothing to sample
+                outputs += self._end_scoring(seq.owner)
+        return outputs
+
+    def _sample(
+        self, batch: Batch, logits: NDArray[np.float32]
+    ) -> dict[SequenceState, list[tuple[SequenceState, Sample]]]:
+        """Samples per scheduled sequence: its own first, then those of choices that begin with it."""
+        if not batch.sample_rows:
+            return {}
+        groups: list[list[SequenceState]] = []
+        for seq, _ in batch.sample_rows:
+            owner, group = seq.owner, [seq]
+            if not owner.forked:
+                owner.forked = True
+                prompt = owner.request.prompt_token_ids
+                group += [self._new_sequence(owner, i, TokenBuffer(prompt)) for i in range(1, owner.request.params.n)]
+            groups.append(group)
+        rows = [row for (_, row), group in zip(batch.sample_rows, groups, strict=True) for _ in group]
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        samples = iter(self.sampler.sample(logits, [seq.sampling for group in groups for seq in group]))
+        return {group[0]: [(seq, next(samples)) for seq in group] for group in groups}
+
+    def _append(self, leader: SequenceState, samples: list[tuple[SequenceState, Sample]]) -> list[TokenOutput]:
+        """Add each sample to its choice; choices that begin here get the leader's blocks. The leader itself goes last,
+        because its end frees the blocks that the others fork."""
+        outputs = []
+        for seq, sample in samples[1:] + samples[:1]:
+            owner = seq.owner
+            output = TokenOutput(owner.request.request_id, seq.index, num_cached_tokens=owner.num_cached_tokens or 0)
+            if sample.error is None:
+                seq.tokens.append(sample.token_id)
+                seq.sampling.observe(sample.token_id)
+                self._totals["generated_tokens"] += 1
+                output.token_ids = [sample.token_id]
+                output.logprobs = None if sample.logprobs is None else [sample.logprobs]
+                reason, stop_reason = self._finish_reason(seq, sample.token_id)
+                output.stop_reason = stop_reason
+            else:
+                output.error = sample.error
+                reason = "error"
+            if owner.timing.first_token_s is None:
+                owner.timing.first_token_s = time.monotonic()
+            if seq is not leader and reason is None:
+                self._start_fork(seq, leader)
+            outputs.append(output if reason is None else self._finish(owner, seq.index, output, reason))
+        outputs.sort(key=lambda o: o.index)
+        owner = leader.owner
+        if owner.prompt_logprobs is not None:
+            outputs[0].prompt_logprobs, owner.prompt_logprobs = owner.prompt_logprobs, None
+        return outputs
+
+    def _start_fork(self, seq: SequenceState, leader: SequenceState) -> None:
+        if len(self.scheduler.running) < self.scheduler.max_num_seqs:
+            seq.blocks = self.blocks.fork(leader.held)
+            self.scheduler.run(seq)
+        else:  # it is computed later, mostly from the prefix cache
+            self.scheduler.wait(seq)
+
+    def _finish_reason(self, seq: SequenceState, token: int) -> tuple[str | None, int | None]:
+        owner, params = seq.owner, seq.owner.request.params
+        if seq.num_output >= params.min_tokens:
+            if token in owner.end_ids and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length" if len(seq.tokens) >= owner.max_total_tokens else None), None
+
+    def _end_scoring(self, owner: RequestState) -> list[TokenOutput]:
+        request = owner.request
+        outputs = []
+        for index in range(request.params.n):
+            output = TokenOutput(request.request_id, index, num_cached_tokens=owner.num_cached_tokens or 0)
+            outputs.append(self._finish(owner, index, output, "length"))
+        outputs[0].prompt_logprobs = owner.prompt_logprobs
+        return outputs
+
+    def _collect_prompt_logprobs(self, batch: Batch, logits: NDArray[np.float32]) -> set[SequenceState]:
+        """Take what this step has of them; the sequences whose logits are not finite."""
+        broken = set()
+        for seq, row, positions in batch.prompt_rows:
+            owner = seq.owner
+            count = owner.request.params.prompt_logprobs
+            assert owner.prompt_logprobs is not None and count is not None
+            targets = seq.tokens.array[positions.start + 1 : positions.stop + 1].tolist()
+            for i, target in enumerate(targets):
+                entry = self.sampler.logprobs(logits[row + i], target, count)
+                owner.prompt_logprobs.append(entry)
+                if math.isnan(entry.logprob):
+                    broken.add(seq)
+        return broken
+
+    # Ends and failures
+
+    def _finish(self, owner: RequestState, index: int, output: TokenOutput, reason: str) -> TokenOutput:
+        seq = owner.choices.pop(index, None)
+        if seq is not None and (seq.blocks is not None or seq in self.scheduler.waiting):
+            self.scheduler.remove(seq)
+        self._finished[reason] += 1
+        if not owner.choices:
+            self._requests.pop(owner.request.request_id, None)
+        owner.timing.finished_s = time.monotonic()
+        output.finish_reason = reason
+        output.num_cached_tokens = owner.num_cached_tokens or 0
+        output.timing = owner.timing
+        return output
+
+    def _fail_step(self, batch: Batch, error: Exception) -> list[TokenOutput]:
+        self._failed_steps += 1
+        if self._failed_steps >= _MAX_FAILED_STEPS:
+            raise EngineError(f"{self._failed_steps} steps in a row failed, the last with: {error}") from error
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return [o for seq in batch.counts for o in self._end_in_error(seq.owner, seq.index, message)]
+
+    def _give_up_on_first(self) -> list[TokenOutput]:
+        """Nothing can be scheduled although requests wait: a fault, but only the first one pays for it."""
+        queue = self.scheduler.waiting or self.scheduler.running
+        if not queue:
+            raise EngineError("the engine holds requests that are in no queue")
+        return self._end_in_error(queue[0].owner, queue[0].index, "the request cannot be scheduled in an empty pool")
+
+    def _end_in_error(self, owner: RequestState, index: int, message: str) -> list[TokenOutput]:
+        indices = [index] if owner.forked else range(owner.request.params.n)
+        outputs = [TokenOutput(owner.request.request_id, i, error=message) for i in indices]
+        return [self._finish(owner, output.index, output, "error") for output in outputs]
+
+    def _check_logits(self, logits: NDArray[np.float32], batch: Batch) -> None:
+        expected = (len(batch.inputs.logit_rows), self.executor.vocab_size)
+        if logits.shape != expected:
+            raise EngineError(f"the executor returned logits {logits.shape}, expected {expected}")
+
+    # State
+
+    def _new_sequence(self, owner: RequestState, index: int, tokens: TokenBuffer) -> SequenceState:
+        request = owner.request
+        priority = request.priority if self.policy == "priority" else 0
+        sampling = SamplingState(
+            request.params,
+            tokens,
+            owner.num_prompt,
+            owner.seed,
+            index,
+            owner.end_ids | frozenset(request.params.stop_token_ids),
+            self.limits.sampled_ids,
+        )
+        seq = SequenceState(owner, index, tokens, sampling, (priority, owner.order, index))
+        owner.choices[index] = seq
+        return seq
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, cheap enough for every step."""
+        totals, blocks = self._totals, self.blocks.stats
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_usage=self.blocks.usage,
+            num_free_blocks=self.blocks.num_free,
+            num_blocks=self.executor.num_blocks,
+            steps=totals["steps"],
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=totals["prompt_tokens"],
+            generated_tokens=totals["generated_tokens"],
+            computed_tokens=totals["computed_tokens"],
+            prefix_query_tokens=totals["prefix_query_tokens"],
+            prefix_hit_tokens=totals["prefix_hit_tokens"],
+            recycled_blocks=blocks.recycled_blocks,
+            cow_copies=blocks.cow_copies,
+            evictions=blocks.evictions,
+            finished=dict(self._finished),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise EngineError where blocks, queues and requests disagree. Time grows with the pool."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        self.blocks.check_integrity([seq.held for seq in running])
+        if any(seq.blocks is not None for seq in waiting):
+            raise EngineError("a waiting sequence holds blocks")
+        queued = {id(seq) for seq in running + waiting}
+        owned = {id(seq) for owner in self._requests.values() for seq in owner.choices.values()}
+        if queued != owned or len(queued) != len(running) + len(waiting):
+            raise EngineError(f"{len(queued)} sequences are queued, but the requests have {len(owned)}")
+        if not self._requests and self.blocks.usage:
+            raise EngineError(f"no request is left, but {self.blocks.usage:.1%} of the pool is held")

@@ -1,0 +1,251 @@
+"""`LLM`: the engine in the calling process, with the call names of vLLM's class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plait.engine.outputs import ChoiceDelta, OutputProcessor, ProcessedStep, RequestOutput
+from plait.engine.params import SamplingParams
+from plait.engine.request import Request
+from plait.engine.words import WordResolver
+from plait.errors import RequestError
+
+if TYPE_CHECKING:
+    from plait.engine.build import EngineBundle
+    from plait.model.decoder import Decoder
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+
+
+class LLM:
+    """A model with an engine around it: many prompts at once, results in the order of the prompts.
+
+    model: None (the embedded default), a path, "hf:OWNER/NAME", or a live Decoder (then without text unless a
+    tokenizer is given: prompts are token ids). dtype: "auto", "fp32", "bf16", "fp16". kv_memory: bytes of the
+    key/value pool, None for the default share of free memory. generation_config: "auto" takes the checkpoint's default
+    temperature, top_p, top_k, repetition penalty for calls without params, "none" does not.
+    Further keywords go to the engine (max_batched_tokens, policy, seed, ...).
+    Raises PlaitError for a model or an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder | None = None,
+        *,
+        dtype: Any = "auto",
+        device: str = "cpu",
+        kv_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        generation_config: str = "auto",
+        **options: Any,
+    ) -> None:
+        from plait.engine.build import build_engine
+
+        self._attach(
+            build_engine(
+                model,
+                dtype=dtype,
+                device=device,
+                kv_memory=kv_memory,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                generation_config=generation_config,
+                **options,
+            )
+        )
+
+    @classmethod
+    def from_bundle(cls, bundle: EngineBundle) -> LLM:
+        """Around an engine that build_engine() made."""
+        llm = cls.__new__(cls)
+        llm._attach(bundle)
+        return llm
+
+    def _attach(self, bundle: EngineBundle) -> None:
+        self.bundle = bundle
+        self.engine = bundle.engine
+        self.tokenizer = bundle.tokenizer
+        self._processor = OutputProcessor(self.tokenizer)
+        self._words = None if self.tokenizer is None else WordResolver(self.tokenizer)
+        self._ids = count()
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, None where the model came without one."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without params uses: the checkpoint's generation defaults over SamplingParams' own."""
+        return SamplingParams(**dict(self.bundle.default_params or {}))
+
+    def refresh(self) -> None:
+        """The decoder's weights have changed: forget every key and value computed with older ones."""
+        self.engine.refresh()
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt: a string, {"prompt": text}, {"prompt_token_ids": ids} (either may have "cache_salt"),
+        or a list of these. params: one for all, or one per prompt. progress: a bar on the terminal."""
+        items = _as_list(prompts)
+        chosen = self._params_for(items, params)
+        if priority is not None and len(priority) != len(items):
+            raise RequestError(f"{len(priority)} priorities for {len(items)} prompts", field="priority")
+        parsed = [self._parse_prompt(item) for item in items]
+        requests = [
+            Request(self._next_id(), ids, p, priority=priority[i] if priority else 0, cache_salt=salt)
+            for i, ((_, ids, salt), p) in enumerate(zip(parsed, chosen, strict=True))
+        ]
+        return self._run(requests, [text for text, _, _ in parsed], progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of conversations, of {"role", "content"} messages."""
+        tokenizer = self._need_tokenizer("chat")
+        if len(messages) == 0:
+            raise RequestError("messages is empty: give at least one message", field="messages")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        options = dict(chat_template_kwargs or {})
+        ids = [tokenizer.encode_chat(c, add_generation_prompt=add_generation_prompt, **options) for c in conversations]
+        return self.generate([{"prompt_token_ids": i} for i in ids], params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceDelta]:
+        """Complete one prompt and yield what each step adds. Closing the iterator aborts the request."""
+        ((_, ids, salt),) = [self._parse_prompt(prompt)]
+        (chosen,) = self._params_for([prompt], params)
+        request = Request(self._next_id(), ids, chosen, cache_salt=salt)
+        with self._running([request], [None]):
+            finished = False
+            while not finished:
+                step = self._step()
+                yield from (delta for delta in step.deltas if delta.request_id == request.request_id)
+                finished = any(result.request_id == request.request_id for result in step.finished)
+
+    def score(self, texts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
+        """Log-probability of every token of each text (or id list) given those before it; None for the first one."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
+        results = self.generate(texts, params)
+        return [
+            [
+                None if entry is None else entry[token].logprob
+                for token, entry in zip(r.prompt_token_ids, r.prompt_logprobs or (), strict=True)
+            ]
+            for r in results
+        ]
+
+    def embed(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet."""
+        raise RequestError("embed is not supported yet; use generate, chat or score", field="embed")
+
+    # Private
+
+    def _step(self) -> ProcessedStep:
+        step = self._processor.process(self.engine.step())
+        for request_id, index in step.to_stop:
+            self.engine.stop(request_id, index)
+        return step
+
+    def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        with self._running(requests, texts), _bar(len(requests), progress) as advance:
+            while len(results) < len(requests):
+                for result in self._step().finished:
+                    results[result.request_id] = result
+                    advance()
+        return [results[r.request_id] for r in requests]
+
+    @contextmanager
+    def _running(self, requests: list[Request], texts: list[str | None]) -> Iterator[None]:
+        """All requests in the engine, or none; whatever is left at the end (an interrupt) is aborted."""
+        try:
+            for request, text in zip(requests, texts, strict=True):
+                self.engine.add_request(request)
+                self._processor.add_request(request, text)
+            yield
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+                self._processor.drop(request.request_id)
+
+    def _params_for(
+        self, items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = [params] * len(items) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(items):
+            raise RequestError(f"{len(each)} params for {len(items)} prompts: give one or as many", field="params")
+        if not all(isinstance(p, SamplingParams) for p in each):
+            raise RequestError("params must be SamplingParams", field="params")
+        return each if self._words is None else [self._words.resolve(p) for p in each]
+
+    def _parse_prompt(self, item: Prompt) -> tuple[str | None, Sequence[int], str | None]:
+        """(text, ids, cache salt) of one prompt."""
+        if isinstance(item, str):
+            item = {"prompt": item}
+        elif not isinstance(item, Mapping):
+            item = {"prompt_token_ids": item}
+        unknown = set(item) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown or not ("prompt" in item or "prompt_token_ids" in item):
+            wrong = f"unknown key {sorted(unknown)[0]!r}" if unknown else "neither prompt nor prompt_token_ids"
+            raise RequestError(f"a prompt dictionary has {wrong}", field="prompt")
+        text, ids, salt = item.get("prompt"), item.get("prompt_token_ids"), item.get("cache_salt")
+        if ids is None:
+            if not isinstance(text, str):
+                raise RequestError(f"prompt must be a string, got {type(text).__name__}", field="prompt")
+            ids = self._need_tokenizer("a text prompt").encode(text)
+        return text, ids, salt
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, which this model came without: give prompt_token_ids", field="prompt"
+            )
+        return self.tokenizer
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt (text, dictionary, ids) or several, as a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    items = list(prompts)
+    if items and all(hasattr(i, "__index__") for i in items):
+        return [items]
+    return items
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Any]:
+    if not shown:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,49 @@
+"""The executor that runs the decoder itself, one reference operation at a time, on its live parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plait.memory.layout import CacheLayout
+from plait.memory.paged import PagedMemory
+from plait.model.decoder import Decoder
+from plait.ops.step import StepInputs
+
+
+class ReferenceExecutor:
+    """See plait.engine.executor.Executor. Owns a paged memory of num_blocks blocks beside the decoder."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: CacheLayout,
+        num_blocks: int,
+        max_batched_tokens: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.max_batched_tokens = max_batched_tokens
+        self.vocab_size = decoder.config.vocab_size
+        self.memory = PagedMemory(layout, num_blocks, kv_dtype or decoder.dtype, decoder.device)
+
+    def execute(self, token_ids: NDArray[np.int32], inputs: StepInputs) -> NDArray[np.float32]:
+        """token_ids int32 [N] -> logits float32 [R, vocab_size] of the rows inputs.logit_rows."""
+        decoder, device = self.decoder, self.decoder.device
+        training = decoder.training
+        if training:
+            decoder.eval()
+        try:
+            with torch.inference_mode():
+                ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(device)
+                hidden = decoder(ids, inputs, self.memory)
+                rows = torch.from_numpy(np.asarray(inputs.logit_rows, np.int64)).to(device)
+                if not len(rows):
+                    return np.empty((0, self.vocab_size), np.float32)
+                return decoder.logits(hidden.index_select(0, rows)).cpu().numpy()
+        finally:
+            if training:
+                decoder.train()

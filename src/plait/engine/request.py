@@ -1,0 +1,103 @@
+"""A request as the caller states it, and what the engine keeps about it and its choices while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from plait.engine.params import SamplingParams
+from plait.engine.sampling_state import SamplingState
+from plait.engine.token_output import RequestTiming, TokenLogprobs
+from plait.engine.tokens import TokenBuffer
+from plait.errors import EngineError
+from plait.memory.blocks import SequenceBlocks
+
+
+@dataclass
+class Request:
+    """One generation request; plain data that crosses the process border.
+
+    eos_token_ids: end tokens beside the engine's own. priority: lower goes first (policy "priority").
+    arrival_s: on the engine's monotonic clock; None is the moment of add_request.
+    cache_salt: requests share cached prefixes only with those of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival_s: float | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request inside the engine.
+
+    max_total_tokens: prompt and output together end here. order: by arrival. choices: unfinished ones that exist;
+    the others are forked from choice 0 when the prompt has been computed (`forked` then).
+    prompt_logprobs: what has been collected, in order of position; None when not asked for or handed out.
+    """
+
+    request: Request
+    seed: int
+    end_ids: frozenset[int]
+    max_total_tokens: int
+    order: int
+    timing: RequestTiming
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    forked: bool = False
+    choices: dict[int, SequenceState] = field(default_factory=dict)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def salt(self) -> tuple:
+        return () if self.request.cache_salt is None else (("salt", self.request.cache_salt),)
+
+    @property
+    def missing_prompt_rows(self) -> range:
+        """Positions whose logits are still needed for prompt_logprobs: position i predicts token i + 1."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs) - 1, self.num_prompt - 1)
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """One choice: its tokens, its blocks while it is running (None while it waits), and its place in the order.
+
+    key: (priority, order of arrival, choice index); the largest key is preempted first.
+    """
+
+    owner: RequestState
+    index: int
+    tokens: TokenBuffer
+    sampling: SamplingState
+    key: tuple[int, int, int]
+    blocks: SequenceBlocks | None = None
+
+    @property
+    def held(self) -> SequenceBlocks:
+        """The blocks of a running sequence."""
+        if self.blocks is None:
+            raise EngineError("a sequence that waits was used as if it were running")
+        return self.blocks
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        return 0 if self.blocks is None else self.blocks.num_computed
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known but not computed: 1 for a sequence that decodes."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.owner.num_prompt

@@ -1,0 +1,172 @@
+"""The native library, where there is one, and what it or the standard library says of this machine.
+
+The library is part of the installed package unless its build failed. `PLAIT_NATIVE_LIBRARY` overrides the
+search: the path of another build, or `none` to do without. Nothing is loaded at import, and no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from plait.errors import PlaitError, UsageError
+from plait.kernels import machine
+from plait.kernels.machine import CpuFeatures, Topology
+
+ABI_VERSION = 1  # PLAIT_ABI_VERSION in csrc/plait_native.h
+LIBRARY_NAMES = ("libplait_native.so", "libplait_native.dylib", "plait_native.dll")
+
+
+class NativeLibraryError(PlaitError):
+    """A native library that cannot be used: not loadable, or built for another version of plait."""
+
+
+class _TopologyStruct(ctypes.Structure):
+    # PlaitTopology in csrc/plait_native.h, field by field.
+    _fields_ = [
+        ("logical_cpus", ctypes.c_int32),
+        ("affinity_cpus", ctypes.c_int32),
+        ("usable_cpus", ctypes.c_int32),
+        ("physical_cores", ctypes.c_int32),
+        ("numa_nodes", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("cpu_quota", ctypes.c_double),
+        ("l1d_bytes", ctypes.c_int64),
+        ("l2_bytes", ctypes.c_int64),
+        ("l3_bytes", ctypes.c_int64),
+    ]
+
+
+class NativeLibrary:
+    """The functions of csrc/plait_native.h with Python types. `root` as in plait.kernels.machine."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NativeLibraryError where the file is no library of this version."""
+        self.path = path
+        try:
+            library = ctypes.CDLL(str(path))
+            library.plait_abi_version.restype = ctypes.c_int32
+            version = library.plait_abi_version()
+        except (OSError, AttributeError) as error:
+            raise NativeLibraryError(f"native library {path} cannot be loaded: {error}") from error
+        if version != ABI_VERSION:
+            raise NativeLibraryError(
+                f"native library {path} speaks interface {version}, this plait speaks {ABI_VERSION}: "
+                "build it anew with `make native` or reinstall plait"
+            )
+        library.plait_cpu_features.restype = ctypes.c_uint64
+        library.plait_cpu_feature_name.argtypes = [ctypes.c_int32]
+        library.plait_cpu_feature_name.restype = ctypes.c_char_p
+        library.plait_topology.argtypes = [ctypes.c_char_p, ctypes.POINTER(_TopologyStruct)]
+        library.plait_topology.restype = ctypes.c_int32
+        library.plait_available_memory_bytes.argtypes = [ctypes.c_char_p]
+        library.plait_available_memory_bytes.restype = ctypes.c_int64
+        self._library = library
+
+    def feature_names(self) -> list[str]:
+        """Every feature that the library knows of on this architecture, in bit order."""
+        names: list[str] = []
+        while (name := self._library.plait_cpu_feature_name(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def cpu_features(self) -> CpuFeatures:
+        bits = self._library.plait_cpu_features()
+        flags = frozenset(name for bit, name in enumerate(self.feature_names()) if bits >> bit & 1)
+        return CpuFeatures(machine.architecture(), flags)
+
+    def topology(self, root: str = "") -> Topology | None:
+        """None where the system has no files to read it from."""
+        struct = _TopologyStruct()
+        if self._library.plait_topology(os.fsencode(root), ctypes.byref(struct)) != 0:
+            return None
+        values = {name: getattr(struct, name) for name, *_ in _TopologyStruct._fields_ if name != "reserved"}
+        return Topology(**values | {"cpu_quota": struct.cpu_quota or None})
+
+    def available_memory_bytes(self, root: str = "") -> int | None:
+        """None where the system has no files to read it from."""
+        available_bytes = self._library.plait_available_memory_bytes(os.fsencode(root))
+        return None if available_bytes < 0 else available_bytes
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    library: NativeLibrary | None
+    reason: str
+
+
+def available() -> bool:
+    """Whether the native library is in use; `reason()` says why not."""
+    return library() is not None
+
+
+def library() -> NativeLibrary | None:
+    """The native library, loaded once per process; None where plait runs without.
+
+    Raises UsageError where PLAIT_NATIVE_LIBRARY names a file that is no library of this version.
+    """
+    return _outcome(os.environ.get("PLAIT_NATIVE_LIBRARY", "")).library
+
+
+def reason() -> str:
+    """Where the native library comes from, or why there is none."""
+    return _outcome(os.environ.get("PLAIT_NATIVE_LIBRARY", "")).reason
+
+
+def find_library() -> Path | None:
+    """The library's file in this package, or beside it where an editable install puts it."""
+    package = importlib.import_module("plait.kernels")
+    candidates = [Path(directory, name) for directory in package.__path__ for name in LIBRARY_NAMES]
+    try:
+        installed = importlib.metadata.files("plait") or []
+    except importlib.metadata.PackageNotFoundError:
+        installed = []
+    candidates += [Path(str(file.locate())) for file in installed if file.name in LIBRARY_NAMES]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cpu_features() -> CpuFeatures:
+    """Instructions that may be used on this CPU."""
+    native = library()
+    return machine.read_cpu_features() if native is None else native.cpu_features()
+
+
+def topology() -> Topology:
+    """CPUs, cores, caches and NUMA nodes that this process may use now."""
+    native = library()
+    return (native.topology() if native is not None else None) or machine.read_topology()
+
+
+def usable_cpus() -> int:
+    """Threads worth starting: the CPUs of the affinity mask, lowered to the control group's quota; at least 1."""
+    return topology().usable_cpus
+
+
+def available_memory_bytes() -> int:
+    """Bytes that can be taken now without swapping, within the machine and every control group."""
+    native = library()
+    available_bytes = native.available_memory_bytes() if native is not None else None
+    return machine.read_available_memory_bytes() if available_bytes is None else available_bytes
+
+
+@cache
+def _outcome(setting: str) -> _Outcome:
+    if setting == "none":
+        return _Outcome(None, "switched off by PLAIT_NATIVE_LIBRARY=none")
+    if setting:
+        try:
+            return _Outcome(NativeLibrary(Path(setting)), f"loaded from {setting} (PLAIT_NATIVE_LIBRARY)")
+        except NativeLibraryError as error:
+            raise UsageError(f"PLAIT_NATIVE_LIBRARY: {error}") from error
+    path = find_library()
+    if path is None:
+        return _Outcome(None, "not built: install plait on a machine with a C++ compiler to have it")
+    try:
+        return _Outcome(NativeLibrary(path), f"loaded from {path}")
+    except NativeLibraryError as error:
+        return _Outcome(None, str(error))

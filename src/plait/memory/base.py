@@ -1,0 +1,48 @@
+"""What a forward sees of a memory: one step of it, with positions and attention. The memory itself is the caller's."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from plait.ops import functional as ops
+from plait.ops.spec import AttendSpec
+from plait.ops.step import StepInputs
+
+
+class MemoryStep:
+    """One step of a memory; made by `Memory.begin`, used by every layer of one forward, then dropped.
+
+    positions: of the step's tokens, shaped like the ids (a tensor, or a symbol while recording).
+    """
+
+    positions: Any
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
+        """q [..., H, dk], k [..., Hk, dk], v [..., Hk, dv] of a layer -> [..., H, dv].
+
+        The step's keys are written first, so its later queries see them under the causal rule.
+        """
+        return ops.attend(q, k, v, layer, spec, self)
+
+    def attend_tensors(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
+        """The reference of `attend` on tensors; each memory has its own."""
+        raise TypeError(f"{type(self).__name__} holds no tensors")
+
+
+class Memory(Protocol):
+    """What attention remembers between steps: nothing, a dense cache, or pages."""
+
+    def begin(self, ids: Any, inputs: StepInputs | None) -> MemoryStep:
+        """Prepare one step over ids [B, T] or flat [N]."""
+
+
+class SymbolicMemory:
+    """The memory that a forward is recorded with: positions are an input of the recording, attention an operation."""
+
+    def __init__(self, positions: Any) -> None:
+        self._positions = positions
+
+    def begin(self, ids: Any, inputs: StepInputs | None) -> MemoryStep:
+        step = MemoryStep()
+        step.positions = self._positions
+        return step

@@ -1,0 +1,112 @@
+"""Dense memory: contiguous key/value tensors for a batch of left-padded rows. Teaching, beams, batched generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.errors import UsageError
+from plait.memory.attention import masked_attention
+from plait.memory.base import MemoryStep
+from plait.memory.layout import LayerCache
+from plait.ops.spec import AttendSpec
+from plait.ops.step import StepInputs
+
+
+class DenseMemory:
+    """Keys and values [B, Hk, capacity, d] per layer, doubled when full.
+
+    All rows advance together; a row that is shorter is padded on the left (`token_mask` False), and its positions
+    count from its first real token.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        batch: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        capacity: int = 64,
+    ) -> None:
+        self.length = 0
+        self._caches = list(caches)
+        self._keys = [
+            torch.zeros(batch, c.num_kv_heads, capacity, c.key_width, dtype=dtype, device=device) for c in caches
+        ]
+        self._values = [
+            torch.zeros(batch, c.num_kv_heads, capacity, c.value_width, dtype=dtype, device=device) for c in caches
+        ]
+        self._valid = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
+        self._positions = torch.zeros(batch, capacity, dtype=torch.long, device=device)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """Real tokens per row, int64 [B]."""
+        return self._valid[:, : self.length].sum(-1)
+
+    def begin(self, ids: Tensor, inputs: StepInputs | None) -> DenseStep:
+        inputs = inputs or StepInputs()
+        if ids.ndim != 2 or ids.shape[0] != self._valid.shape[0]:
+            raise UsageError(f"dense memory of {self._valid.shape[0]} rows needs ids [B, T], got {tuple(ids.shape)}")
+        if inputs.segment_ids is not None or inputs.sequences is not None:
+            raise UsageError("dense memory takes neither segment_ids nor sequences; use no memory or paged memory")
+        start, end = self.length, self.length + ids.shape[1]
+        self._reserve(end)
+        mask = inputs.token_mask
+        self._valid[:, start:end] = True if mask is None else torch.as_tensor(mask, device=ids.device)
+        if inputs.positions is not None:
+            self._positions[:, start:end] = torch.as_tensor(inputs.positions, device=ids.device)
+        else:
+            counted = self._valid[:, :end].long().cumsum(-1) - 1
+            self._positions[:, start:end] = counted[:, start:].clamp(min=0)
+        self.length = end
+        return DenseStep(self, start, end)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row b becomes what row rows[b] was (beams)."""
+        self._keys = [k.index_select(0, rows) for k in self._keys]
+        self._values = [v.index_select(0, rows) for v in self._values]
+        self._valid = self._valid.index_select(0, rows)
+        self._positions = self._positions.index_select(0, rows)
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._valid.shape[1]
+        if length <= capacity:
+            return
+        more = max(length, 2 * capacity) - capacity
+        pad = torch.nn.functional.pad
+        self._keys = [pad(k, (0, 0, 0, more)) for k in self._keys]
+        self._values = [pad(v, (0, 0, 0, more)) for v in self._values]
+        self._valid = pad(self._valid, (0, more))
+        self._positions = pad(self._positions, (0, more))
+
+
+class DenseStep(MemoryStep):
+    """Columns start .. end - 1 are this step's."""
+
+    def __init__(self, memory: DenseMemory, start: int, end: int) -> None:
+        self._memory, self._start, self._end = memory, start, end
+        self.positions = memory._positions[:, start:end]
+        self._masks: dict[int, Tensor] = {}
+
+    def _mask(self, window: int) -> Tensor:
+        """bool [B, 1, T, C]; a row that would see nothing sees itself."""
+        if window not in self._masks:
+            m, start, end = self._memory, self._start, self._end
+            columns = torch.arange(end, device=self.positions.device)
+            itself = columns.unsqueeze(0) == columns[start:].unsqueeze(1)
+            mask = (columns.unsqueeze(0) <= columns[start:].unsqueeze(1)) & m._valid[:, None, :end]
+            if window:
+                distance = self.positions.unsqueeze(-1) - m._positions[:, None, :end]
+                mask = mask & (distance < window)
+            self._masks[window] = (mask | (itself & ~mask.any(-1, keepdim=True))).unsqueeze(1)
+        return self._masks[window]
+
+    def attend_tensors(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+        m, start, end = self._memory, self._start, self._end
+        m._keys[layer][:, :, start:end] = k.transpose(1, 2)
+        m._values[layer][:, :, start:end] = v.transpose(1, 2)
+        keys, values = m._keys[layer][:, :, :end], m._values[layer][:, :, :end]
+        return masked_attention(q.transpose(1, 2), keys, values, spec, self._mask(spec.window)).transpose(1, 2)

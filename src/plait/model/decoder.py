@@ -1,0 +1,160 @@
+"""The one decoder: every family, in training and in serving, with any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.memory.base import Memory
+from plait.memory.none import NoMemory
+from plait.model.config import ModelConfig
+from plait.model.families import parse_config
+from plait.model.layers import Layer, Norm
+from plait.model.rope import rotary_table
+from plait.ops import functional as ops
+from plait.ops.step import StepInputs
+
+
+@dataclass
+class Trace:
+    """What a caller asks a forward to keep; nothing is kept without it.
+
+    layers: indices whose output hidden states are wanted. hidden_states: layer -> [..., D], filled by the forward.
+    last_hidden: the hidden states before the final norm.
+    """
+
+    layers: tuple[int, ...] = ()
+    hidden_states: dict[int, Any] = field(default_factory=dict)
+    last_hidden: Any = None
+
+
+class Embedding(nn.Module):
+    """The table [V, D] of token vectors."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and final norm, named as in Llama checkpoints."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, d)
+        self.layers = nn.ModuleList(Layer(spec, d, config.hidden_dropout) for spec in config.layers)
+        self.norm = Norm(config.final_norm, d)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model, built from its switches.
+
+    Make one with `plait.load` or `plait.from_config`. source: the checkpoint that it was loaded from, for its
+    tokenizer when it is saved again; load_report: what loading did.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.source: Path | None = None
+        self.load_report: Any = None
+        self.model = Backbone(config)
+        self.lm_head = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_tables = [rotary_table(spec) for spec in config.rotary]
+        self.tie()
+
+    def tie(self) -> None:
+        """Make head and embedding one parameter again where the model ties them."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    def forward(
+        self,
+        ids: Tensor,
+        inputs: StepInputs | None = None,
+        memory: Memory | None = None,
+        trace: Trace | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [..., D], for token ids of any leading shape.
+
+        ids: int64 [B, T], or flat [N] in serving. inputs: positions, masks and bounds, derived where absent. memory:
+        None (causal attention over the given tokens), `DenseMemory` or `PagedMemory`. trace: filled when given.
+        """
+        c = self.config
+        if memory is None:
+            memory = NoMemory(c.attention_dropout if self.training else 0.0)
+        step = memory.begin(ids, inputs)
+        x = ops.embed(ids, self.model.embed_tokens.weight, c.embedding_scale, c.round_embedding_scale)
+        if self.training and c.hidden_dropout:
+            x = ops.dropout(x, c.hidden_dropout)
+        angles = [ops.positions(step.positions, table) for table in self.rotary_tables]
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, index, angles, step)
+            if trace is not None and index in trace.layers:
+                trace.hidden_states[index] = x
+        if trace is not None:
+            trace.last_hidden = x
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [..., V] of hidden states [..., D]."""
+        x = ops.logits(hidden, self.lm_head.weight)
+        return ops.soft_cap(x, self.config.logit_soft_cap) if self.config.logit_soft_cap else x
+
+    def param_counts(self) -> dict[str, int]:
+        """Parameters by part: total, active, embedding, head, attention, ffn_total, norms."""
+        return self.config.param_counts()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write a Hugging Face directory (config, safetensors, tokenizer where known) that transformers loads."""
+        # Upward on purpose: a method that users of this ecosystem expect here, carried out by the weights package.
+        from plait.weights.export import save_pretrained
+
+        save_pretrained(self, Path(directory))
+
+
+def from_config(raw: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A new, randomly initialised decoder from a config.json dictionary.
+
+    Matrices and embeddings are normal with the config's initializer_range (default 0.02), norms the identity, biases 0.
+    """
+    config = parse_config(raw)
+    decoder = build(config, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    deviation = float(raw.get("initializer_range") or 0.02)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, deviation, generator=generator)
+        for module in decoder.modules():
+            if isinstance(module, Norm) and module.weight is not None:
+                module.weight.fill_(0.0 if module.spec.unit_offset else 1.0)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, nn.Parameter):
+                bias.zero_()
+    return decoder
+
+
+def build(config: ModelConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """A decoder with uninitialised parameters (on "meta": with shapes only)."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder = decoder.to(dtype)
+    if torch.device(device).type != "meta":
+        decoder = decoder.to_empty(device=device)
+    decoder.tie()
+    return decoder.eval()

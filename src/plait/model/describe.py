@@ -1,0 +1,106 @@
+"""A configuration's switches in words: what the model is, and how its layers differ. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RotarySpec
+
+
+def describe(config: ModelConfig) -> list[tuple[str, str]]:
+    """(what, value) of the whole model, then one entry per kind of layer."""
+    lines = [
+        ("family", config.model_type),
+        ("vocabulary", f"{config.vocab_size:,}, head {'tied to' if config.tie_embeddings else 'apart from'} embedding"),
+        ("hidden size", f"{config.hidden_size:,}"),
+        ("layers", str(len(config.layers))),
+        ("positions", f"{config.max_positions:,}"),
+        ("final norm", norm(config.final_norm)),
+    ]
+    lines += [(f"rotary table {i}", rotary(spec)) for i, spec in enumerate(config.rotary)]
+    if config.embedding_scale != 1.0:
+        lines.append(("embedding scale", f"{config.embedding_scale:g}"))
+    if config.logit_soft_cap:
+        lines.append(("logit soft-cap", f"{config.logit_soft_cap:g}"))
+    for indices, spec in kinds_of_layers(config.layers):
+        where = ranges(indices)
+        lines += [(f"layers {where}", text) for text in layer(spec)]
+    return lines
+
+
+def kinds_of_layers(layers: Sequence[LayerSpec]) -> list[tuple[list[int], LayerSpec]]:
+    """Equal layers together, in order of first appearance."""
+    kinds: dict[LayerSpec, list[int]] = {}
+    for index, spec in enumerate(layers):
+        kinds.setdefault(spec, []).append(index)
+    return [(indices, spec) for spec, indices in kinds.items()]
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """'0-4, 6-10' for sorted whole numbers."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def layer(spec: LayerSpec) -> list[str]:
+    """Attention, feed-forward and norms of one layer, a line each."""
+    norms = [
+        f"{name} {norm(one)}"
+        for name, one in (
+            ("before attention", spec.pre_attention_norm),
+            ("after attention", spec.post_attention_norm),
+            ("before feed-forward", spec.pre_feed_forward_norm),
+            ("after feed-forward", spec.post_feed_forward_norm),
+        )
+        if one is not None
+    ]
+    branches = "branches side by side; " if spec.parallel else ""
+    return [attention(spec.attention), feed_forward(spec.feed_forward), branches + "norms " + ", ".join(norms)]
+
+
+def attention(spec: AttentionSpec) -> str:
+    """Heads, widths, window, rotary and what else is switched on."""
+    width = str(spec.key_width) if spec.key_width == spec.value_width else f"{spec.key_width}/{spec.value_width}"
+    parts = [
+        f"attention: {spec.num_heads} heads over {spec.num_kv_heads} key/value heads of width {width}",
+        f"window {spec.window:,}" if spec.window else "full",
+        f"scale {spec.scale:.6g}",
+    ]
+    if spec.rotary is None:
+        parts.append("no rotary")
+    else:
+        share = "" if spec.rotary.width == spec.key_width else f", {spec.rotary.width} of {spec.key_width} features"
+        parts.append(f"rotary table {spec.rotary.table} ({spec.rotary.pairing}{share})")
+    biased = [name for name in "qkvo" if getattr(spec, f"{name}_bias")]
+    if biased:
+        parts.append("biases on " + ", ".join(biased))
+    if spec.head_norm is not None:
+        parts.append(f"q/k norm per head ({norm(spec.head_norm)})")
+    if spec.soft_cap:
+        parts.append(f"soft-cap {spec.soft_cap:g}")
+    return "; ".join(parts)
+
+
+def feed_forward(spec: FeedForwardSpec) -> str:
+    biases = "; biases" if spec.up_bias or spec.down_bias else ""
+    return f"feed-forward: {'gated' if spec.gated else 'plain'} {spec.activation}, width {spec.width:,}{biases}"
+
+
+def norm(spec: NormSpec) -> str:
+    """'RMS, eps 1e-06', with what is unusual about it."""
+    name = "RMS" if spec.kind == "rms" else "layer norm"
+    extra = ", weight 1 + w" if spec.unit_offset else ""
+    extra += "" if spec.weight else ", no weight"
+    extra += ", bias" if spec.bias else ""
+    return f"{name}, eps {spec.eps:g}{extra}"
+
+
+def rotary(spec: RotarySpec) -> str:
+    scaling = ", ".join(f"{key} {value}" for key, value in sorted(spec.scaling.items()) if key != "rope_type")
+    kind = "divisors from the file" if spec.divisors is not None else spec.rope_type
+    return f"{kind}, theta {spec.theta:,.0f}, {spec.width} features" + (f" ({scaling})" if scaling else "")

@@ -1,0 +1,109 @@
+"""Gemma 3 (text): norms on both sides of each branch, 1 + w weights, two rotary tables, windows five layers of six."""
+
+from __future__ import annotations
+
+from plait.errors import ConfigError
+from plait.model.config import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+    RotaryUse,
+)
+from plait.model.families import register
+from plait.model.families.llama import activation, exact_head_width, require_window, special_tokens
+from plait.model.name_map import ROTARY_BUFFERS, NameMap, paired
+from plait.model.reader import ConfigReader
+
+_LAYER = "model.layers.{i}"
+NAMES = NameMap(
+    rules=(
+        *paired(f"{_LAYER}.pre_feedforward_layernorm", f"{_LAYER}.post_attention_layernorm"),
+        *paired(f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.post_self_attn_layernorm"),
+        *paired(f"{_LAYER}.post_feedforward_layernorm", f"{_LAYER}.post_mlp_layernorm"),
+    ),
+    skip=(*ROTARY_BUFFERS, r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+    prefixes=(
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+)
+
+
+def _rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
+    """(full, sliding) rope parameters from either spelling; a scaling without a layer type is the full layers' own."""
+    block = read.rope_block()
+    if "full_attention" in block or "sliding_attention" in block:
+        extra = sorted(block.keys() - {"full_attention", "sliding_attention"})
+        if extra:
+            raise ConfigError(f"rope_parameters mixes layer types with the key {extra[0]!r}")
+        return dict(block.get("full_attention") or {}), dict(block.get("sliding_attention") or {})
+    return block, {}
+
+
+@register("gemma3_text", NAMES, proved_on="random weights; Gemma 3 270M (GGUF)")
+def gemma3_text(read: ConfigReader) -> ModelConfig:
+    d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if read("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention=true (an embedding model) is not supported")
+    if heads < 1:
+        raise ConfigError(f"num_attention_heads={heads} must be at least 1")
+    width = read.integer("head_dim", exact_head_width(d, heads))
+    kv = read.integer("num_key_value_heads", heads)
+    max_positions = read.integer("max_position_embeddings")
+    window = read.integer("sliding_window", 0)
+    pattern = read.given("sliding_window_pattern", read.given("_sliding_window_pattern", 6))
+    if not isinstance(pattern, int) or pattern < 1:
+        raise ConfigError(f"sliding_window_pattern={pattern!r} must be a whole number of at least 1")
+    types = read.layer_types(num_layers) or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)
+    ]
+    require_window(window, types)
+    full, sliding = _rope_blocks(read)
+    tables = (
+        read.rotary(width, full, read.given("rope_theta", 1_000_000.0), max_positions),
+        read.rotary(width, sliding, read.given("rope_local_base_freq", 10_000.0), max_positions),
+    )
+    # The class of the transformers library reads this key and never applies it, and so does its original.
+    read("attn_logit_softcapping")
+    norm = NormSpec(eps=read.number("rms_norm_eps"), unit_offset=True, fp32_weight=True)
+    bias = read.flag("attention_bias")
+
+    def layer(kind: str) -> LayerSpec:
+        windowed = kind == "sliding_attention"
+        table = 1 if windowed else 0
+        attention = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv,
+            key_width=width,
+            value_width=width,
+            scale=read.number("query_pre_attn_scalar") ** -0.5,
+            q_bias=bias,
+            k_bias=bias,
+            v_bias=bias,
+            o_bias=bias,
+            head_norm=norm,
+            window=window if windowed else 0,
+            rotary=RotaryUse(table, tables[table].width),
+        )
+        return LayerSpec(attention, mlp, norm, norm, norm, norm)
+
+    mlp = FeedForwardSpec(read.integer("intermediate_size"), activation(read, "hidden_activation"))
+    return ModelConfig(
+        model_type=read.model_type,
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=d,
+        layers=tuple(layer(kind) for kind in types),
+        rotary=tables,
+        final_norm=norm,
+        tie_embeddings=read.flag("tie_word_embeddings"),
+        max_positions=max_positions,
+        embedding_scale=float(d) ** 0.5,
+        round_embedding_scale=True,
+        logit_soft_cap=read.number("final_logit_softcapping", 0.0),
+        attention_dropout=read.number("attention_dropout", 0.0),
+        fp16_overflows=True,
+        **special_tokens(read),
+    )

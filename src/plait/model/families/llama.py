@@ -1,0 +1,137 @@
+"""Llama and Mistral: RMS norms before each branch, rotary positions, gated feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.errors import ConfigError
+from plait.model.config import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+    RotaryUse,
+)
+from plait.model.families import register
+from plait.model.reader import ConfigReader
+
+
+def activation(read: ConfigReader, key: str = "hidden_act") -> str:
+    """The feed-forward's activation, by the names that the operations know."""
+    name = read(key)
+    known = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu_squared",
+    }
+    if name not in known:
+        raise ConfigError(f"{key}={name!r} is not supported (supported: {', '.join(sorted(known))})")
+    return known[name]
+
+
+def pre_norm_decoder(
+    read: ConfigReader,
+    *,
+    windows: list[int] | None = None,
+    head_width: int | None = None,
+    kv_heads: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norm: NormSpec | None = None,
+) -> ModelConfig:
+    """The shape that Llama, Mistral, Qwen2 and Qwen3 share; what differs is passed in.
+
+    windows: per layer, default all full. head_width, kv_heads: where the family's own default differs from hidden /
+    heads and the key's value.
+    """
+    d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if heads < 1:
+        raise ConfigError(f"num_attention_heads={heads} must be at least 1")
+    width = head_width or read.optional_integer("head_dim") or exact_head_width(d, heads)
+    kv = kv_heads or read.optional_integer("num_key_value_heads", heads)
+    max_positions = read.integer("max_position_embeddings")
+    theta = read.given("rope_theta", 10_000.0)
+    rotary = read.rotary(width, read.rope_block(), theta, max_positions)
+    norm = NormSpec(eps=read.number("rms_norm_eps"))
+    attention = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv,
+        key_width=width,
+        value_width=width,
+        scale=width**-0.5,
+        q_bias=qkv_bias,
+        k_bias=qkv_bias,
+        v_bias=qkv_bias,
+        o_bias=o_bias,
+        head_norm=head_norm,
+        rotary=RotaryUse(0, rotary.width),
+    )
+    mlp = FeedForwardSpec(read.integer("intermediate_size"), activation(read), up_bias=mlp_bias, down_bias=mlp_bias)
+    return ModelConfig(
+        model_type=read.model_type,
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=d,
+        layers=tuple(LayerSpec(with_window(attention, w), mlp, norm, norm) for w in (windows or [0] * num_layers)),
+        rotary=(rotary,),
+        final_norm=norm,
+        tie_embeddings=read.flag("tie_word_embeddings"),
+        max_positions=max_positions,
+        attention_dropout=read.number("attention_dropout", 0.0),
+        **special_tokens(read),
+    )
+
+
+def exact_head_width(hidden_size: int, heads: int) -> int:
+    """hidden / heads, which must be whole when no head_dim is given."""
+    if hidden_size % heads:
+        raise ConfigError(
+            f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}, and no head_dim is given"
+        )
+    return hidden_size // heads
+
+
+def with_window(attention: AttentionSpec, window: int) -> AttentionSpec:
+    return replace(attention, window=window) if window else attention
+
+
+def require_window(window: int, layer_types: list[str]) -> None:
+    """Refuse windowed layers of a model that names no window."""
+    if not window and "sliding_attention" in layer_types:
+        raise ConfigError("layer_types has sliding_attention, but sliding_window is absent, 0 or switched off")
+
+
+def special_tokens(read: ConfigReader) -> dict:
+    """The keyword arguments of `ModelConfig` that name special tokens."""
+    return {
+        "eos_token_ids": read.token_ids("eos_token_id"),
+        "bos_token_id": read("bos_token_id"),
+        "pad_token_id": read("pad_token_id"),
+    }
+
+
+@register("llama", proved_on="random weights; SmolLM2-135M-Instruct (GGUF)")
+def llama(read: ConfigReader) -> ModelConfig:
+    bias = read.flag("attention_bias")
+    return pre_norm_decoder(read, qkv_bias=bias, o_bias=bias, mlp_bias=read.flag("mlp_bias"))
+
+
+@register("mistral")
+def mistral(read: ConfigReader) -> ModelConfig:
+    num_layers = read.integer("num_hidden_layers")
+    window = read.integer("sliding_window", 0)
+    types = read.layer_types(num_layers)
+    expected = "sliding_attention" if window else "full_attention"
+    if types is not None and set(types) != {expected}:
+        # transformers' class builds one mask for all layers and ignores the list.
+        raise ConfigError(f"layer_types of a mistral must all be {expected!r} here: its layers share one mask")
+    kv = read.integer("num_key_value_heads", read.integer("num_attention_heads"))
+    if "num_key_value_heads" in read.raw and read.raw["num_key_value_heads"] is None:
+        kv = read.integer("num_attention_heads")
+    return pre_norm_decoder(read, windows=[window] * num_layers, kv_heads=kv)

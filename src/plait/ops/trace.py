@@ -1,0 +1,71 @@
+"""Runs one text through a recording and keeps what a reader wants to see of it: norms, and what attention looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.interpreter import Interpreter
+from plait.ops.recording import Op, Recording
+from plait.ops.spec import AttendSpec
+
+LARGEST = 5
+
+
+def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memory: Any) -> dict[str, Any]:
+    """What each operation gave for ids int64 [N], run as one sequence.
+
+    memory: a step over `ids` of a memory that keeps nothing. Returns {"operations": rows, "logits": fp32 [V] of the
+    last
+    token}. A row has op, layer, shapes, rms (root mean square) and max (largest magnitude) of its first output; an
+    `attend` also has `attention`: the largest weights of the last token, as (head, key position, weight).
+    """
+    rows: list[dict[str, Any]] = []
+
+    def observe(op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        first = outputs[0].float()
+        row = {
+            "op": op.name,
+            "layer": op.attrs.get("layer"),
+            "weight": next((ref.name for ref in op.weights if ref is not None), None),
+            "shapes": [list(out.shape) for out in outputs],
+            "rms": first.square().mean().sqrt().item(),
+            "max": first.abs().max().item(),
+        }
+        if op.name == "attend":
+            q, k, _ = inputs
+            row["attention"] = largest_weights(attention_weights(q, k, AttendSpec(**op.attrs["spec"]))[:, -1])
+        rows.append(row)
+
+    last = torch.tensor([len(ids) - 1], device=ids.device)
+    inputs = {"ids": ids, "positions": memory.positions, "logit_rows": last}
+    with torch.inference_mode():
+        outputs = Interpreter(recording, weights).run(inputs, memory, observe)
+    return {"operations": rows, "logits": outputs["logits"][0]}
+
+
+def attention_weights(q: Tensor, k: Tensor, spec: AttendSpec) -> Tensor:
+    """softmax(cap(scale q k^T)) of one sequence in fp32: q [N, H, d], k [N, Hk, d] -> [H, N, N].
+
+    The reference form, apart from the implementation that ran: causal, 0 <= q - k < window.
+    """
+    k = k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * spec.scale
+    if spec.soft_cap:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    position = torch.arange(len(q), device=q.device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    if spec.window:
+        visible &= distance < spec.window
+    return scores.masked_fill(~visible, float("-inf")).softmax(-1)
+
+
+def largest_weights(weights: Tensor, count: int = LARGEST) -> list[list[float]]:
+    """[head, key position, weight] of the largest of weights [H, N], largest first."""
+    values, where = weights.flatten().topk(min(count, weights.numel()))
+    heads, keys = where // weights.shape[1], where % weights.shape[1]
+    return [[int(h), int(k), float(w)] for h, k, w in zip(heads, keys, values, strict=True)]

@@ -1,0 +1,112 @@
+"""What the handlers share: the served models, the engine's client, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from plait.engine.words import WordResolver
+from plait.server.errors import ApiError, bad_request, unknown_model
+
+if TYPE_CHECKING:
+    from plait.engine.channel import ModelInfo
+    from plait.engine.client import EngineClient
+    from plait.server.metrics import Metrics
+    from plait.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line decides. keys: empty for none. request_timeout_s: None for no deadline."""
+
+    keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_queue: int = 1024
+    max_body_bytes: int = 8 << 20
+    max_connections: int = 1024
+    request_timeout_s: float | None = None
+    shutdown_timeout_s: float = 15.0
+    log_json: bool = False
+
+
+@dataclass
+class Served:
+    """One model. names: the first is its id, the others are accepted too. index: its place in the engine process."""
+
+    names: list[str]
+    index: int
+    tokenizer: Tokenizer
+    info: ModelInfo
+    words: WordResolver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = WordResolver(self.tokenizer)
+
+    @property
+    def id(self) -> str:
+        return self.names[0]
+
+
+class ServerState:
+    """One per server. phase: "loading", "ready", "draining" or "dead"."""
+
+    def __init__(self, settings: Settings, client: EngineClient, metrics: Metrics) -> None:
+        self.settings = settings
+        self.client = client
+        self.metrics = metrics
+        self.models: list[Served] = []
+        self.phase = "loading"
+        self.created = int(time.time())
+        # One thread: tokenising a long prompt or rendering a template must not hold up the streams.
+        self._text = ThreadPoolExecutor(1, thread_name_prefix="plait-text")
+
+    def check_accepting(self) -> None:
+        """Raises ApiError 503 while no request can be taken."""
+        reasons = {
+            "loading": "the model is being loaded",
+            "draining": "the server is shutting down",
+            "dead": f"the engine has died: {self.client.death}",
+        }
+        if self.phase in reasons:
+            raise ApiError(503, reasons[self.phase], code=self.phase, headers={"retry-after": "2"})
+
+    def find_model(self, name: str | None) -> Served:
+        """Raises ApiError 404 with the list of served models, 503 while loading."""
+        self.check_accepting()
+        if name is None:
+            if len(self.models) == 1:
+                return self.models[0]
+            raise bad_request("model is missing: this server has several", "model", "missing_required_parameter")
+        for model in self.models:
+            if name in model.names:
+                return model
+        raise unknown_model(name, [model.id for model in self.models])
+
+    def check_queue(self, model: Served, choices: int) -> None:
+        """Raises ApiError 429 when so many more choices would overfill the queue, 400 when they always would."""
+        room = model.info.max_num_seqs + self.settings.max_queue
+        if choices > room:
+            raise bad_request(f"the request asks for {choices} outputs, at most {room} are allowed (--max-queue)", "n")
+        if self.client.num_choices(model.index) + choices > room:
+            raise ApiError(
+                429,
+                f"the queue is full: {room} outputs are running or waiting; try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    async def text_work(self, work: Callable[[], T]) -> T:
+        """Run what tokenises or renders in the text thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+
+def new_id(prefix: str) -> str:
+    """An identifier as OpenAI's API has them."""
+    return f"{prefix}-{uuid.uuid4().hex}"

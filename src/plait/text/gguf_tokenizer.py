@@ -1,0 +1,217 @@
+"""Tokenizers from GGUF metadata: byte-level BPE (`gpt2`) and SentencePiece with scores (`llama`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plait.errors import TokenizerError
+from plait.text.pretokenizers import pre_tokenizer
+from plait.text.tokenizer import Tokenizer
+
+_PREFIX = "tokenizer.ggml."
+# tokenizer.ggml.token_type, as GGUF numbers it
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# Texts that end a turn in models whose file names no eot token.
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+_WORD_START = "\u2581"
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file.
+
+    Args:
+        metadata: the file's key-value pairs; the `tokenizer.ggml.*` keys and `tokenizer.chat_template` are read.
+
+    Raises:
+        TokenizerError: a key is missing or names something that plait does not know.
+    """
+    model = metadata.get(_PREFIX + "model")
+    if model not in ("gpt2", "llama"):
+        raise TokenizerError(f"tokenizer.ggml.model {model!r} is not supported (known: 'gpt2', 'llama')")
+    tokens = _tokens(metadata)
+    types = list(metadata.get(_PREFIX + "token_type", ())) or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    if model == "gpt2":
+        backend, add_bos = _byte_level_backend(metadata, tokens)
+    else:
+        backend, add_bos = _sentencepiece_backend(metadata, tokens, types), True
+    named = {
+        name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    eos_ids = _end_of_sequence(named, tokens, types)
+    _add_tokens(backend, tokens, types, special={id for id in named.values() if id is not None} | eos_ids)
+    bos = named["bos"] if metadata.get(_PREFIX + "add_bos_token", add_bos) else None
+    prefix = [] if bos is None else [bos]
+    _set_post_processor(backend, tokens, prefix)
+    special_tokens = {
+        f"{name}_token": tokens[id]
+        for name, id in (
+            ("bos", named["bos"]),
+            ("eos", named["eos"]),
+            ("unk", named["unknown"]),
+            ("pad", named["padding"]),
+        )
+        if id is not None
+    }
+    return Tokenizer(
+        backend,
+        special_tokens=special_tokens,
+        eos_token_ids=eos_ids,
+        prefix_ids=prefix,
+        chat_templates=_chat_templates(metadata),
+        config={
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "add_bos_token": bool(prefix),
+            **special_tokens,
+        },
+        vocab_size=len(tokens),
+    )
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+    tokens = list(metadata.get(_PREFIX + "tokens", ()))
+    if not tokens:
+        raise TokenizerError("tokenizer.ggml.tokens is missing; the file has no vocabulary")
+    if not all(tokens):
+        # llama.cpp's stand-in for a token without a text
+        tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+    if len(set(tokens)) != len(tokens):
+        raise TokenizerError("tokenizer.ggml.tokens holds a token twice")
+    return tokens
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+    key = f"{_PREFIX}{name}_token_id"
+    value = metadata.get(key)
+    if value is not None and not 0 <= int(value) < count:
+        raise TokenizerError(f"{key} is {value}, but there are {count} tokens")
+    return None if value is None else int(value)
+
+
+def _end_of_sequence(named: Mapping[str, int | None], tokens: Sequence[str], types: Sequence[int]) -> set[int]:
+    ids = {named[name] for name in ("eos", "eot", "eom")} - {None}
+    if named["eot"] is None:
+        known = set(_END_OF_TURN)
+        ids |= {id for id, token in enumerate(tokens) if token in known and types[id] in (_CONTROL, _USER_DEFINED)}
+    return ids  # type: ignore[return-value]
+
+
+def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
+    """The backend, and whether a BOS stands before a prompt if the file does not say."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    name = metadata.get(_PREFIX + "pre")
+    if name is None:
+        name = "default"
+        warnings.warn(
+            "tokenizer.ggml.pre is missing from the file; the 'default' pre-tokeniser is used, as llama.cpp does, "
+            "and may split text in other places than the model's own",
+            stacklevel=2,
+        )
+    rules = pre_tokenizer(name)
+    if _PREFIX + "merges" not in metadata:
+        raise TokenizerError("tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
+    # A merge is "left right"; the space cannot be the first character of the left part.
+    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[_PREFIX + "merges"] for cut in [merge.find(" ", 1)]]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    backend = Backend(_bpe(models.BPE, vocabulary, pairs, ignore_merges=rules.ignore_merges))
+    backend.pre_tokenizer = rules.build()
+    backend.decoder = decoders.ByteLevel()
+    if rules.nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend, rules.add_bos
+
+
+def _sentencepiece_backend(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    scores = metadata.get(_PREFIX + "scores")
+    if scores is None or len(scores) != len(tokens):
+        raise TokenizerError("tokenizer.ggml.scores is missing or of another length; a 'llama' tokenizer needs it")
+    unknown = _token_id(metadata, "unknown", len(tokens))
+    backend = Backend(
+        _bpe(
+            models.BPE,
+            {token: id for id, token in enumerate(tokens)},
+            _merges_from_scores(tokens, types, scores),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
+    prefixed = bool(metadata.get(_PREFIX + "add_space_prefix", True))
+    start = [normalizers.Prepend(_WORD_START)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _WORD_START)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_WORD_START, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose joint text has the best score. As a list of merges that is: every split
+    of every token into two tokens, best score first; of one token's splits the longer left part first, because of
+    overlapping places the leftmost is joined first."""
+    excluded = (_CONTROL, _UNKNOWN, _BYTE)
+    usable = {token for token, kind in zip(tokens, types, strict=True) if kind not in excluded}
+    order = sorted((id for id, token in enumerate(tokens) if token in usable), key=lambda id: (-scores[id], id))
+    merges = []
+    for id in order:
+        token = tokens[id]
+        for cut in range(len(token) - 1, 0, -1):
+            left = token[:cut]
+            if left in usable and token[cut:] in usable:
+                merges.append((left, token[cut:]))
+    return merges
+
+
+def _bpe(model: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return model(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # `tokenizers` raises plain Exception
+        raise TokenizerError(f"the GGUF vocabulary and merges do not fit each other: {error}") from error
+
+
+def _add_tokens(backend: Any, tokens: list[str], types: list[int], special: set[int]) -> None:
+    """Control tokens become special; user-defined ones are found in text before anything else, but are text."""
+    from tokenizers import AddedToken
+
+    controls = [id for id, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN) or id in special]
+    plain = [id for id, kind in enumerate(types) if kind == _USER_DEFINED and id not in special]
+    backend.add_special_tokens([AddedToken(tokens[id], normalized=False, special=True) for id in controls])
+    backend.add_tokens([AddedToken(tokens[id], normalized=False, special=False) for id in plain])
+
+
+def _set_post_processor(backend: Any, tokens: list[str], prefix: list[int]) -> None:
+    # plait puts the prefix there itself; this is for whoever loads the saved tokenizer.json.
+    from tokenizers import processors
+
+    if prefix:
+        text = " ".join(f"{tokens[id]}:0" for id in prefix)
+        named = [(tokens[id], id) for id in prefix]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=named
+        )
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    templates = {"default": metadata.get("tokenizer.chat_template")}
+    templates["tool_use"] = metadata.get("tokenizer.chat_template.tool_use")
+    return {name: text for name, text in templates.items() if isinstance(text, str) and text}

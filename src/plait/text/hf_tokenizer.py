@@ -1,0 +1,109 @@
+"""Tokenizers from a Hugging Face model directory: `tokenizer.json` and the files around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.errors import TokenizerError
+from plait.text.tokenizer import Tokenizer
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONVERTIBLE = ("tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json")
+
+
+def load_directory(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory.
+
+    The ids that end a sequence are all those that generation_config.json, config.json and the tokenizer's `eos_token`
+    name. Raises TokenizerError, naming the file.
+    """
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        found = [name for name in _CONVERTIBLE if (directory / name).exists()]
+        has = f"it has {', '.join(found)} only, which plait does not convert yet" if found else "no tokenizer is there"
+        raise TokenizerError(f"{directory} has no tokenizer.json ({has}); save one with transformers' AutoTokenizer")
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # `tokenizers` raises plain Exception
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+    special_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
+    # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens.values()])
+    return Tokenizer(
+        backend,
+        special_tokens=special_tokens,
+        eos_token_ids=set(_end_of_sequence(directory, backend, special_tokens)),
+        prefix_ids=_prefix(backend, config, special_tokens),
+        chat_templates=_chat_templates(directory, config),
+        config=config,
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} must hold a JSON object")
+    return content
+
+
+def _text(token: Any) -> str:
+    """A token in tokenizer_config.json is its text or an object with `content`."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise TokenizerError(f"a special token in tokenizer_config.json must be text or have content, not {token!r}")
+    return text
+
+
+def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str, str]) -> Iterator[int]:
+    config = _read_json(directory / "config.json")
+    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config") or {}):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if isinstance(token_id, int) and token_id >= 0:
+                yield token_id
+            elif token_id is not None:
+                raise TokenizerError(f"eos_token_id in {directory} must be an id or a list of ids, not {value!r}")
+    own = backend.token_to_id(special_tokens.get("eos_token", ""))
+    if own is not None:
+        yield own
+
+
+def _prefix(backend: Any, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[int]:
+    """What tokenizer.json's post-processor puts before a text; `add_bos_token`, where given, decides about the BOS."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    extra = len(full) - len(bare)
+    starts = [start for start in range(extra + 1) if full[start : start + len(bare)] == bare]
+    prefix = full[: starts[0]] if starts else []
+    bos = backend.token_to_id(special_tokens.get("bos_token", ""))
+    add_bos = config.get("add_bos_token")
+    if add_bos is False:
+        return [token_id for token_id in prefix if token_id != bos]
+    return [bos, *prefix] if add_bos and bos is not None and bos not in prefix else prefix
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    value = config.get("chat_template")
+    templates = {}
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for other in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        templates[other.stem] = other.read_text(encoding="utf-8")
+    return templates

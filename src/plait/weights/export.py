@@ -1,0 +1,161 @@
+"""Writes a decoder as a Hugging Face directory: config.json, safetensors, tokenizer, generation_config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import WeightError
+from plait.model.decoder import Decoder
+from plait.model.families import family
+from plait.weights.mapping import Assignment, BoundMap
+
+SHARD_BYTES = 5 * 10**9
+_HEAD = "lm_head.weight"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `directory` so that transformers loads it. A tied head is written once, as the embedding.
+
+    Everything is written beside the target first and moved into place when complete: an interrupted save or a full disk
+    leaves nothing under the final names. Raises WeightError for what config.json cannot express.
+    """
+    raw = dict(decoder.config.raw)
+    if raw.pop("rope_divisors", None) is not None:
+        raise WeightError(
+            "this model came from a GGUF file whose rotary scaling is a tensor of divisors (rope_freqs);"
+            " config.json has no place for it: save from the original checkpoint instead"
+        )
+    raw["tie_word_embeddings"] = decoder.config.tie_embeddings
+    raw["dtype"] = str(decoder.dtype).removeprefix("torch.")
+    raw.pop("torch_dtype", None)
+    raw.setdefault("architectures", [_ARCHITECTURES[decoder.config.model_type]])
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        _write_weights(decoder, temporary, shard_bytes)
+        eos_token_ids = _write_tokenizer(decoder, temporary) | set(decoder.config.eos_token_ids)
+        _write_generation_config(decoder, temporary, sorted(eos_token_ids))
+        _write_json(temporary / "config.json", raw)
+        _move_into_place(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+
+
+def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as the family's files have them, one at a time."""
+    parameters = dict(decoder.named_parameters())
+    if not decoder.config.tie_embeddings:
+        parameters.setdefault(_HEAD, decoder.lm_head.weight)
+    bound = BoundMap(decoder.config, family(decoder.config.model_type).names)
+    for assignment in bound.outgoing(list(parameters)):
+        yield assignment.file, _assemble(assignment, parameters)
+
+
+def _assemble(assignment: Assignment, parameters: dict[str, Tensor]) -> Tensor:
+    parts = [(parameters[p.name].detach(), p.rows) for p in assignment.parts]
+    first = parts[0][0]
+    if len(parts) == 1 and parts[0][1] is None:
+        return first.cpu().contiguous()
+    out = torch.empty((sum(t.shape[0] for t, _ in parts), *first.shape[1:]), dtype=first.dtype)
+    for tensor, rows in parts:
+        assert rows is not None
+        out[torch.from_numpy(rows)] = tensor.cpu()
+    return out
+
+
+def _write_weights(decoder: Decoder, directory: Path, shard_bytes: int) -> None:
+    """model.safetensors, or numbered shards with an index where the weights exceed `shard_bytes`."""
+    from safetensors.torch import save_file
+
+    sizes = [(name, t.numel() * t.element_size()) for name, t in hugging_face_tensors(decoder)]
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, size in sizes:
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    metadata = {"format": "pt"}
+    tensors = hugging_face_tensors(decoder)
+    if len(shards) == 1:
+        save_file(dict(tensors), directory / "model.safetensors", metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, 1):
+        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: next(tensors)[1] for name in names}, directory / file, metadata)
+        weight_map.update(dict.fromkeys(names, file))
+    total = {"total_size": sum(size for _, size in sizes)}
+    _write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})
+
+
+def _write_tokenizer(decoder: Decoder, directory: Path) -> set[int]:
+    """The tokenizer's files; returns its end tokens, which a GGUF file may imply rather than name."""
+    source = decoder.source
+    if source is None:
+        return set()
+    if source.is_dir():
+        for name in _TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, directory / name)
+        return set()
+    from plait.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source)
+    tokenizer.save(directory)
+    return set(tokenizer.eos_token_ids)
+
+
+def _write_generation_config(decoder: Decoder, directory: Path, eos_token_ids: list[int]) -> None:
+    target = directory / "generation_config.json"
+    if target.exists():
+        return
+    config = decoder.config
+    ids: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    ids["eos_token_id"] = eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids or None
+    _write_json(target, {k: v for k, v in ids.items() if v is not None})
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _move_into_place(temporary: Path, directory: Path) -> None:
+    """Rename the whole directory, or, where one exists, file by file with config.json last."""
+    if not directory.exists():
+        os.chmod(temporary, 0o755)
+        os.rename(temporary, directory)
+        return
+    stale = [p for p in directory.glob("model*.safetensors*") if not (temporary / p.name).exists()]
+    for path in sorted(temporary.iterdir(), key=lambda p: p.name == "config.json"):
+        os.replace(path, directory / path.name)
+    for path in stale:
+        path.unlink()

@@ -1,0 +1,118 @@
+"""Name maps of GGUF files, per architecture: blk.0.attn_q.weight and the like to our parameters.
+
+Architectures whose rotary pairs are adjacent in GGUF and halves here (llama) had their q and k rows reordered by the
+converter; the rules undo it. Gemma's norms are stored as 1 + w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.model.config import AttentionSpec, ModelConfig
+from plait.model.name_map import NameMap, Rule, paired
+
+_G, _O = "blk.{i}", "model.layers.{i}"
+_BOTH = ("weight", "bias")
+
+
+def _unpaired(heads: int, width: int) -> NDArray[np.int64]:
+    """Rows in our order: pair j's two features stand at 2j, 2j + 1 of a head in the file, at j, j + d/2 here."""
+    return np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).ravel()
+
+
+def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    return config.layers[layer].attention
+
+
+def q_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
+    a = _attention(config, layer)
+    return [_unpaired(a.num_heads, a.key_width)]
+
+
+def k_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
+    a = _attention(config, layer)
+    return [_unpaired(a.num_kv_heads, a.key_width)]
+
+
+def qkv_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
+    """q, k and v one after the other."""
+    a = _attention(config, layer)
+    sizes = (a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width)
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+_ENDS = (*paired("token_embd", "model.embed_tokens"), *paired("output", "lm_head"))
+_FEED_FORWARD = tuple(
+    rule for part in ("gate", "up", "down") for rule in paired(f"{_G}.ffn_{part}", f"{_O}.mlp.{part}_proj", _BOTH)
+)
+_V_O = (
+    *paired(f"{_G}.attn_v", f"{_O}.self_attn.v_proj", _BOTH),
+    *paired(f"{_G}.attn_output", f"{_O}.self_attn.o_proj", _BOTH),
+)
+_QK_NORM = (
+    *paired(f"{_G}.attn_q_norm", f"{_O}.self_attn.q_norm"),
+    *paired(f"{_G}.attn_k_norm", f"{_O}.self_attn.k_norm"),
+)
+_PRE_NORMS = (
+    *paired("output_norm", "model.norm", _BOTH),
+    *paired(f"{_G}.attn_norm", f"{_O}.input_layernorm", _BOTH),
+    *paired(f"{_G}.ffn_norm", f"{_O}.post_attention_layernorm", _BOTH),
+)
+
+
+def _q_k(q=None, k=None) -> tuple[Rule, ...]:
+    return (
+        *paired(f"{_G}.attn_q", f"{_O}.self_attn.q_proj", _BOTH, rows=q),
+        *paired(f"{_G}.attn_k", f"{_O}.self_attn.k_proj", _BOTH, rows=k),
+    )
+
+
+def _one_less(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    return tuple(Rule(r.file, r.ours, r.rows, offset=-1.0) for r in rules)
+
+
+_ROPE = (r"rope_freqs\.weight",)
+_QWEN = NameMap((*_ENDS, *_PRE_NORMS, *_q_k(), *_V_O, *_QK_NORM, *_FEED_FORWARD), _ROPE)
+
+GGUF_NAMES: dict[str, NameMap] = {
+    "llama": NameMap((*_ENDS, *_PRE_NORMS, *_q_k(q_rows, k_rows), *_V_O, *_FEED_FORWARD), _ROPE),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "gemma3": NameMap(
+        (
+            *_ENDS,
+            *_q_k(),
+            *_V_O,
+            *_FEED_FORWARD,
+            *_one_less(
+                (
+                    *_PRE_NORMS,
+                    *_QK_NORM,
+                    *paired(f"{_G}.post_attention_norm", f"{_O}.post_self_attn_layernorm"),
+                    *paired(f"{_G}.post_ffw_norm", f"{_O}.post_mlp_layernorm"),
+                )
+            ),
+        ),
+        _ROPE,
+    ),
+    "gptneox": NameMap(
+        (
+            *_ENDS,
+            *_PRE_NORMS,
+            *paired(f"{_G}.attn_output", f"{_O}.self_attn.o_proj", _BOTH),
+            *_FEED_FORWARD,
+            *(
+                Rule(
+                    f"{_G}.attn_qkv.{kind}",
+                    tuple(f"{_O}.self_attn.{p}_proj.{kind}" for p in "qkv"),
+                    rows=qkv_rows,
+                )
+                for kind in _BOTH
+            ),
+        ),
+        _ROPE,
+    ),
+}

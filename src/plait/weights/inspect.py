@@ -1,0 +1,261 @@
+"""Facts about a checkpoint from its headers alone: no tensor is read, torch is not imported."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from plait.errors import ConfigError, PlaitError, UsageError
+from plait.kernels.native import available_memory_bytes
+from plait.memory.layout import make_layout
+from plait.model.config import ModelConfig
+from plait.model.describe import describe
+from plait.model.families import parse_config
+from plait.model.kv_arithmetic import CHUNK_TOKENS
+from plait.weights.checkpoint import read_json
+from plait.weights.locate import locate
+from plait.weights.sources import TensorSource, open_source
+
+_GGUF_TOKENIZER = "tokenizer.ggml."
+BYTES = {"bf16": 2, "fp32": 4}
+
+
+def read_config(path: str | Path, strict: bool = False) -> ModelConfig:
+    """The configuration of a checkpoint or of a lone config.json; weights need not be there."""
+    path = Path(path).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return parse_config(read_json(path), strict)
+    path = locate(path)
+    if path.is_dir():
+        return parse_config(read_json(path / "config.json"), strict)
+    if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
+        return parse_config(read_json(path.parent / "config.json"), strict)
+    source = open_source(path)
+    raw = _raw_config(path, source)
+    if raw is None:
+        raise UsageError(f"{path}: no configuration: give a GGUF file, a directory or a config.json")
+    return parse_config(raw, strict)
+
+
+def inspect_checkpoint(model: str | Path | None, strict: bool = False) -> dict[str, Any]:
+    """Everything `plait inspect` shows, as one JSON document.
+
+    A configuration that plait cannot carry out is no error here: `supported` is False and `problem` says why.
+    """
+    path = locate(model)
+    with _no_collection():
+        source = open_source(path)
+    document: dict[str, Any] = {"path": str(path), "format": "gguf" if hasattr(source, "metadata") else "safetensors"}
+    config: ModelConfig | None = None
+    try:
+        raw = _raw_config(path, source)
+        config = None if raw is None else parse_config(raw, strict)
+        problem = "no config.json" if raw is None else None
+    except PlaitError as error:
+        raw, problem = _raw_directory_config(path), str(error)
+    document |= {"supported": config is not None, "problem": problem}
+    document["config"] = _config_facts(config, raw)
+    document["tensors"] = _tensor_facts(source)
+    document["tokenizer"] = _tokenizer_facts(path, source)
+    document["chat_template"] = _chat_template(path, source)
+    document["memory"] = _memory_facts(config, document["tensors"])
+    return document
+
+
+def tensor_table(model: str | Path | None) -> list[dict[str, Any]]:
+    """Every tensor with name, shape, format and bytes, in the file's order."""
+    source = open_source(locate(model))
+    infos = (source.info(name) for name in source.names())
+    return [{"name": i.name, "shape": list(i.shape), "format": i.format, "bytes": i.nbytes} for i in infos]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Headers become very many small objects that all stay: looking for garbage meanwhile only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# Configuration
+
+
+def _raw_config(path: Path, source: TensorSource) -> dict[str, Any] | None:
+    metadata = getattr(source, "metadata", None)
+    if metadata is None:
+        return _raw_directory_config(path)
+    from plait.weights.gguf_config import gguf_config
+
+    return gguf_config(metadata, {name: source.info(name) for name in source.names()})
+
+
+def _raw_directory_config(path: Path) -> dict[str, Any] | None:
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    return read_json(file) if file.is_file() else None
+
+
+def _config_facts(config: ModelConfig | None, raw: Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        # Not understood: the plain values as they stand.
+        plain = {k: v for k, v in (raw or {}).items() if isinstance(v, (str, int, float, bool))}
+        return {"model_type": (raw or {}).get("model_type"), "raw": plain}
+    return {
+        "model_type": config.model_type,
+        "switches": [list(line) for line in describe(config)],
+        "parameters": config.param_counts(),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_ids": list(config.eos_token_ids),
+        "max_positions": config.max_positions,
+    }
+
+
+# Tensors
+
+
+def _tensor_facts(source: TensorSource) -> dict[str, Any]:
+    """Counts and bytes by storage format, and the largest tensors."""
+    infos = [source.info(name) for name in source.names()]
+    formats: dict[str, dict[str, int]] = {}
+    for info in infos:
+        entry = formats.setdefault(info.format, {"tensors": 0, "numbers": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["numbers"] += prod(info.shape)
+        entry["bytes"] += info.nbytes
+    largest = sorted(infos, key=lambda info: -info.nbytes)[:5]
+    return {
+        "count": len(infos),
+        "numbers": sum(entry["numbers"] for entry in formats.values()),
+        "bytes": sum(entry["bytes"] for entry in formats.values()),
+        "files": len({info.file for info in infos}),
+        "formats": dict(sorted(formats.items(), key=lambda item: -item[1]["bytes"])),
+        "largest": [
+            {"name": i.name, "shape": list(i.shape), "format": i.format, "bytes": i.nbytes} for i in largest
+        ],
+    }
+
+
+# Tokenizer and template
+
+
+def _tokenizer_facts(path: Path, source: TensorSource) -> dict[str, Any] | None:
+    metadata = getattr(source, "metadata", None)
+    if metadata is not None:
+        return _gguf_tokenizer(metadata)
+    directory = path if path.is_dir() else path.parent
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        others = [n for n in ("tokenizer.model", "tiktoken.model", "vocab.json") if (directory / n).is_file()]
+        return {"kind": None, "file": others[0]} if others else None
+    return _json_tokenizer(file) | _settings(directory)
+
+
+def _gguf_tokenizer(metadata: Any) -> dict[str, Any] | None:
+    if f"{_GGUF_TOKENIZER}model" not in metadata:
+        return None
+
+    def count(key: str) -> int | None:
+        return metadata.array_length(_GGUF_TOKENIZER + key) if _GGUF_TOKENIZER + key in metadata else None
+
+    def value(key: str) -> Any:
+        return metadata.get(_GGUF_TOKENIZER + key)
+
+    return {
+        "kind": value("model"),
+        "pre_tokenizer": value("pre"),
+        "tokens": count("tokens"),
+        "merges": count("merges"),
+        "bos_token_id": value("bos_token_id"),
+        "eos_token_id": value("eos_token_id"),
+        "add_bos_token": value("add_bos_token"),
+    }
+
+
+def _json_tokenizer(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        model, added = data["model"], data.get("added_tokens") or []
+        vocabulary = model.get("vocab") or ()
+        largest = max((token["id"] for token in added), default=-1) + 1
+        return {
+            "kind": model.get("type"),
+            "pre_tokenizer": (data.get("pre_tokenizer") or {}).get("type"),
+            "tokens": max(len(vocabulary), largest),
+            "merges": len(model["merges"]) if "merges" in model else None,
+            "special_tokens": [token["content"] for token in added if token.get("special")][:16],
+        }
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        return {"kind": None, "problem": f"{file.name} cannot be read: {error}"}
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    settings = _optional_json(directory / "tokenizer_config.json")
+
+    def text(name: str) -> Any:
+        token = settings.get(name)
+        return token.get("content") if isinstance(token, dict) else token
+
+    return {
+        "bos_token": text("bos_token"),
+        "eos_token": text("eos_token"),
+        "add_bos_token": settings.get("add_bos_token"),
+    }
+
+
+def _chat_template(path: Path, source: TensorSource) -> str | None:
+    """The template's own text."""
+    metadata = getattr(source, "metadata", None)
+    if metadata is not None:
+        return metadata.get("tokenizer.chat_template")
+    directory = path if path.is_dir() else path.parent
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    template = _optional_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        return named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file) if file.is_file() else {}
+    except ConfigError:
+        return {}
+
+
+# Memory
+
+
+def _memory_facts(config: ModelConfig | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes of the weights as stored and expanded, of a token and of a full context, and what fits here."""
+    expanded = tensors["numbers"]
+    available = available_memory_bytes()
+    facts: dict[str, Any] = {
+        "weights_stored_bytes": tensors["bytes"],
+        "weights_bytes": {name: expanded * size for name, size in BYTES.items()},
+        "available_bytes": available,
+    }
+    if config is None:
+        return facts
+    parameters = config.param_counts()["total"]
+    facts["weights_bytes"] = {name: parameters * size for name, size in BYTES.items()}
+    facts["kv_bytes_per_token"] = {name: config.kv_bytes_per_token(size) for name, size in BYTES.items()}
+    context = config.max_positions
+    layout = make_layout(config.caches(), BYTES["bf16"], context, min(CHUNK_TOKENS, context))
+    request = layout.blocks_per_sequence(context, min(CHUNK_TOKENS, context)) * layout.block_bytes
+    left = available - facts["weights_bytes"]["bf16"]
+    return facts | {
+        "context_tokens": context,
+        "kv_bytes_per_full_request": request,
+        "full_requests_beside_bf16_weights": max(left, 0) // request,
+    }

@@ -1,0 +1,127 @@
+"""`LLM` on a tiny random model: prompts in, results out, scores equal to the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.engine.llm import LLM
+from plait.engine.params import SamplingParams
+from plait.errors import RequestError
+from tests.tiny import tiny_model_dir
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> LLM:
+    return LLM(directory, dtype="fp32", kv_memory="16MiB", max_num_seqs=4, max_batched_tokens=32)
+
+
+def test_prompts_of_every_form_give_results_in_order(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Hello")
+    results = llm.generate(["Hello", {"prompt": "Hello"}, {"prompt_token_ids": ids}, ids, "Other"], GREEDY)
+    assert [r.outputs[0].token_ids for r in results[:4]] == [results[0].outputs[0].token_ids] * 4
+    assert results[4].prompt == "Other" and results[0].prompt_token_ids == ids
+    assert llm.generate("Hello", GREEDY)[0].outputs[0].text == results[0].outputs[0].text
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == results[0].outputs[0].token_ids
+    assert llm.generate([], GREEDY) == []
+
+
+def test_greedy_equals_stepping_the_decoder_by_hand(llm: LLM, directory: Path) -> None:
+    import torch
+
+    import plait
+
+    decoder = plait.load(directory, dtype=torch.float32)
+    prompts = ["Hello", "A much longer prompt that takes more than one step of thirty-two tokens", "x"]
+    for result in llm.generate(prompts, GREEDY):
+        ids = list(result.prompt_token_ids)
+        for token in result.outputs[0].token_ids:
+            with torch.no_grad():
+                assert decoder.logits(decoder(torch.tensor([ids])))[0, -1].argmax() == token
+            ids.append(token)
+
+
+def test_one_params_per_prompt(llm: LLM) -> None:
+    results = llm.generate(["a", "b"], [GREEDY, SamplingParams(max_tokens=3, seed=1, ignore_eos=True)])
+    assert [len(r.outputs[0].token_ids) for r in results] == [8, 3]
+    with pytest.raises(RequestError, match="2 params for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    (result,) = llm.chat(conversation, GREEDY)
+    assert result.prompt_token_ids == llm.tokenizer.encode_chat(conversation)
+    assert len(llm.chat([conversation, conversation], GREEDY)) == 2
+    with pytest.raises(RequestError, match="messages is empty"):
+        llm.chat([])
+
+
+def test_scores_are_the_models_log_probabilities(llm: LLM, directory: Path) -> None:
+    import torch
+
+    import plait
+
+    decoder = plait.load(directory, dtype=torch.float32)
+    text = "Score me, please: all of me, over several steps."
+    (scores,) = llm.score(text)
+    ids = torch.tensor([llm.tokenizer.encode(text)])
+    with torch.no_grad():
+        logprobs = decoder.logits(decoder(ids))[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert scores[0] is None
+    assert scores[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_stream_yields_what_generate_returns_and_closing_it_frees_everything(llm: LLM) -> None:
+    text = "".join(delta.text for delta in llm.stream("Hello", GREEDY))
+    assert text == llm.generate("Hello", GREEDY)[0].outputs[0].text
+    stream = llm.stream("Hello", GREEDY)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished() and llm.engine.blocks.usage == 0
+
+
+def test_one_wrong_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
+    for prompts, match in (
+        (["fine", ""], None if llm.tokenizer.add_bos_token else "empty"),
+        (["fine", {"text": "x"}], "unknown key 'text'"),
+        (["fine", "x" * 3000], "context holds"),
+        ([["a"]], "flat list of integers"),
+    ):
+        if match is not None:
+            with pytest.raises(RequestError, match=match):
+                llm.generate(prompts, GREEDY)
+        assert not llm.engine.has_unfinished()
+    with pytest.raises(RequestError, match="embed is not supported"):
+        llm.embed("x")
+
+
+def test_a_live_decoder_generates_from_ids_with_its_current_weights() -> None:
+    import torch
+
+    import plait
+    from tests.tiny import tiny_config
+
+    decoder = plait.from_config(tiny_config(), seed=3)
+    llm = LLM(decoder, kv_memory="4MiB", max_num_seqs=2)
+    prompt = {"prompt_token_ids": list(range(40))}
+    before = llm.generate(prompt, GREEDY)[0].outputs[0]
+    assert before.text == "" and len(before.token_ids) == 8
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(-1.5)
+    llm.refresh()
+    after = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    fresh = LLM(decoder, kv_memory="4MiB", max_num_seqs=2).generate(prompt, GREEDY)[0].outputs[0].token_ids
+    assert after == fresh != before.token_ids
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        llm.generate("text")

@@ -1,0 +1,107 @@
+"""The ways to run one decoder over the same prompts: plain, dense, paged, and replayed from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.memory.blocks import BlockManager, SequenceBlocks
+from plait.memory.dense import DenseMemory
+from plait.memory.layout import make_layout
+from plait.memory.paged import PagedMemory
+from plait.model.decoder import Decoder
+from plait.model.record import record
+from plait.ops.interpreter import Interpreter
+from plait.ops.recording import Recording
+from plait.ops.step import Sequences, StepInputs
+
+
+def plain(decoder: Decoder, ids: Tensor) -> Tensor:
+    """One causal forward without a memory: ids [B, T] -> logits [B, T, V]."""
+    with torch.inference_mode():
+        return decoder.logits(decoder(ids))
+
+
+def dense(decoder: Decoder, ids: Tensor, chunks: Sequence[int]) -> Tensor:
+    """The same through a dense cache that grows, in steps of the given lengths (repeated until the end)."""
+    memory = DenseMemory(decoder.config.caches(), ids.shape[0], capacity=5)
+    with torch.inference_mode():
+        parts = [decoder.logits(decoder(ids[:, a:b], memory=memory)) for a, b in bounds(ids.shape[1], chunks)]
+    return torch.cat(parts, 1)
+
+
+class PagedRun:
+    """A block manager and a pool around a decoder, or around an interpreter of its recording."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int = 256, block_tokens: int = 4, interpret: bool = False) -> None:
+        layout = make_layout(decoder.config.caches(), 4, 64, 16, block_tokens)
+        self.decoder = decoder
+        self.blocks = BlockManager(layout, num_blocks, chunk_tokens=64)
+        self.memory = PagedMemory(layout, num_blocks)
+        self.interpreter = replayed(decoder) if interpret else None
+
+    def step(self, plan: Sequence[tuple[SequenceBlocks, Sequence[int], int]]) -> list[Tensor]:
+        """plan: (blocks, all ids, total) of sequences that are allocated up to total -> logits of each one's new tokens.
+
+        Copies, forward, commit.
+        """
+        query = [total - blocks.num_computed for blocks, _, total in plan]
+        sequences = Sequences(
+            np.concatenate(([0], np.cumsum(query))).astype(np.int32),
+            np.array([total for _, _, total in plan], np.int32),
+            self.blocks.block_tables([blocks for blocks, _, _ in plan]),
+            self.blocks.take_copies(),
+        )
+        ids = torch.tensor([i for blocks, tokens, total in plan for i in tokens[blocks.num_computed : total]])
+        inputs = StepInputs(sequences=sequences)
+        with torch.inference_mode():
+            if self.interpreter is None:
+                logits = self.decoder.logits(self.decoder(ids, inputs, self.memory))
+            else:
+                logits = run_interpreter(self.interpreter, ids, self.memory.begin(ids, inputs))
+        for blocks, tokens, total in plan:
+            self.blocks.commit(blocks, tokens, total)
+        return list(logits.split(query))
+
+
+def paged(decoder: Decoder, ids: Tensor, chunks: Sequence[int], interpret: bool = False) -> Tensor:
+    """Both rows as sequences of a paged batch, the second one a step behind: prefill and decode mixed."""
+    run = PagedRun(decoder, interpret=interpret)
+    rows = ids.tolist()
+    seqs = [run.blocks.new_sequence(row) for row in rows]
+    steps = list(bounds(ids.shape[1], chunks))
+    parts: list[list[Tensor]] = [[] for _ in rows]
+    for number in range(len(steps) + len(rows) - 1):
+        plan = []
+        for i, seq in enumerate(seqs):
+            if 0 <= number - i < len(steps):
+                total = steps[number - i][1]
+                assert run.blocks.allocate(seq, total)
+                plan.append((i, (seq, rows[i], total)))
+        for (i, _), logits in zip(plan, run.step([p for _, p in plan]), strict=True):
+            parts[i].append(logits)
+        run.blocks.check_integrity(seqs)
+    return torch.stack([torch.cat(p) for p in parts])
+
+
+def replayed(decoder: Decoder) -> Interpreter:
+    """The decoder's recording after a round trip through JSON, over its weights."""
+    recording = Recording.from_json(record(decoder).to_json())
+    return Interpreter(recording, {name: p.detach() for name, p in decoder.named_parameters()})
+
+
+def run_interpreter(interpreter: Interpreter, ids: Tensor, step) -> Tensor:
+    inputs = {"ids": ids, "positions": step.positions, "logit_rows": torch.arange(len(ids))}
+    return interpreter.run(inputs, step)["logits"]
+
+
+def bounds(length: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of consecutive chunks; the given lengths are repeated, the last chunk is cut at `length`."""
+    start, turn = 0, 0
+    while start < length:
+        end = min(length, start + chunks[turn % len(chunks)])
+        yield start, end
+        start, turn = end, turn + 1

@@ -1,0 +1,79 @@
+"""Which switches a configuration has on, read from the configuration itself and not from the case's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from plait.model.config import ModelConfig
+from plait.model.families import parse_config
+from tests.parity.cases import Case
+
+Vector = dict[str, bool]
+
+
+def switches(c: ModelConfig) -> Vector:
+    """Every switch by name; the vectors of two models that compute differently differ somewhere."""
+    first = c.layers[0]
+    a, f = first.attention, first.feed_forward
+    windows = [layer.attention.window for layer in c.layers]
+    tables = {table.rope_type: table for table in c.rotary}
+    yarn = tables["yarn"].scaling if "yarn" in tables else {}
+    return {
+        "head tied to the embedding": c.tie_embeddings,
+        "embedding multiplied": c.embedding_scale != 1.0,
+        "logits soft-capped": c.logit_soft_cap > 0,
+        "grouped queries": 1 < a.num_kv_heads < a.num_heads,
+        "a single kv head": a.num_kv_heads == 1,
+        "head_dim apart from hidden / heads": a.key_width * a.num_heads != c.hidden_size,
+        "softmax scale apart from head_dim^-1/2": abs(a.scale - a.key_width**-0.5) > 1e-9,
+        "q bias": a.q_bias,
+        "k bias": a.k_bias,
+        "v bias": a.v_bias,
+        "o bias": a.o_bias,
+        "norm per q and k head": a.head_norm is not None,
+        "window on every layer": all(windows),
+        "window on some layers": any(windows) and not all(windows),
+        "several rotary tables": len(c.rotary) > 1,
+        "part of the head rotates": a.rotary is not None and a.rotary.width < a.key_width,
+        "rope linear": "linear" in tables,
+        "rope llama3": "llama3" in tables,
+        "rope yarn": "yarn" in tables,
+        "yarn: mscale": bool(yarn.get("mscale")),
+        "yarn: attention_factor": "attention_factor" in yarn,
+        "yarn: truncate false": yarn.get("truncate") is False,
+        "layer norm": first.pre_attention_norm is not None and first.pre_attention_norm.kind == "layer",
+        "norm weight stored as w of 1 + w": c.final_norm.unit_offset,
+        "norms after the branches": first.post_attention_norm is not None,
+        "eps large enough to matter": c.final_norm.eps >= 0.01,
+        "parallel residual": first.parallel,
+        "gated feed-forward": f.gated,
+        "feed-forward biases": f.up_bias and f.down_bias,
+        "activation silu": f.activation == "silu",
+        "activation gelu (exact)": f.activation == "gelu",
+        "activation gelu (tanh)": f.activation == "gelu_tanh",
+        "activation relu": f.activation == "relu",
+        "activation relu squared": f.activation == "relu_squared",
+    }
+
+
+def vectors(cases: Iterable[Case]) -> dict[str, list[Vector]]:
+    """family -> the vectors of its cases."""
+    found: dict[str, list[Vector]] = {}
+    for case in cases:
+        found.setdefault(case.family, []).append(switches(parse_config(case.raw)))
+    return found
+
+
+def distinct(found: dict[str, list[Vector]]) -> int:
+    """Different vectors over all families; the family itself does not count."""
+    return len({tuple(v.values()) for family in found.values() for v in family})
+
+
+def table(found: dict[str, list[Vector]]) -> list[Sequence[str]]:
+    """Rows of families x switches: in how many of a family's cases a switch is on ("-": in none)."""
+    names = next(iter(found.values()))[0].keys()
+    rows: list[Sequence[str]] = [("switch", *(f"{family} ({len(v)})" for family, v in found.items()))]
+    for name in names:
+        on = [sum(v[name] for v in family) for family in found.values()]
+        rows.append((name, *(str(n) if n else "-" for n in on)))
+    return rows

@@ -1,0 +1,64 @@
+"""Greedy text through the engine equals transformers' own `generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import plait
+from tests.parity.cases import CASES
+from tests.parity.reference import Proved, seed_of
+
+NEW_TOKENS = 24
+PROMPT_LENGTHS = (3, 31, 50)
+COMPARED: list[bool] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_comparisons_end_early():
+    """At most one text, or 2% of them if that is more."""
+    yield
+    early = COMPARED.count(False)
+    print(f"\n{len(COMPARED)} texts of {NEW_TOKENS} tokens, {early} compared only up to a near tie")
+    assert early <= max(1, 0.02 * len(COMPARED))
+
+
+def near_tie(proved: Proved, text: list[int], prompt: int) -> int:
+    """The first generated position at which the reference's two best log-probabilities are within twice the tolerance."""
+    with torch.inference_mode():
+        logits = proved.model(input_ids=torch.tensor([text])).logits[0, prompt - 1 : -1]
+    best = logits.log_softmax(-1).topk(2, -1).values
+    close = (best[:, 0] - best[:, 1] <= 2 * proved.tolerance).nonzero()
+    return int(close[0]) if len(close) else len(text) - prompt
+
+
+def test_greedy_text_equals_transformers(proved: Proved):
+    generator = torch.Generator().manual_seed(seed_of("greedy" + str(proved.case)))
+    vocabulary = proved.case.raw["vocab_size"]
+    prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    llm = plait.LLM(proved.decoder, kv_memory="8MiB", max_num_seqs=4, max_batched_tokens=16, threads=1)
+    params = plait.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            text = proved.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+            )[0].tolist()
+        assert len(text) == len(prompt) + NEW_TOKENS
+        until = near_tie(proved, text, len(prompt))
+        COMPARED.append(until == NEW_TOKENS)
+        assert output.outputs[0].token_ids[:until] == text[len(prompt) :][:until]
+
+
+def test_generation_stops_at_the_end_token_as_transformers_does(proved_cases):
+    proved = proved_cases(CASES[0])
+    ids = proved.ids[:1, :9]
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    free = proved.model.generate(ids, **options)[0, 9:].tolist()
+    stopped = proved.model.generate(ids, eos_token_id=free[4], **options)[0, 9:].tolist()
+    llm = plait.LLM(proved.decoder, kv_memory="8MiB", max_batched_tokens=64, threads=1)
+    params = plait.SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[free[4]])
+    (output,) = llm.generate({"prompt_token_ids": ids[0].tolist()}, params)
+    assert output.outputs[0].token_ids == stopped
+    assert output.outputs[0].finish_reason == "stop"

@@ -1,0 +1,70 @@
+"""What serves on a CPU needs no torch beyond the reference operations: everything else imports while torch is
+blocked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# The modules that compute with torch; every other module of the package must import without it.
+TORCH = {
+    "plait.ops.functional",
+    "plait.ops.interpreter",
+    "plait.ops.reference",
+    "plait.memory.attention",
+    "plait.memory.base",
+    "plait.memory.dense",
+    "plait.memory.none",
+    "plait.memory.paged",
+    "plait.ops.trace",
+    "plait.model.decoder",
+    "plait.model.layers",
+    "plait.model.record",
+    "plait.model.rope",
+    "plait.engine.reference_executor",
+    "plait.weights.export",
+    "plait.weights.load",
+}
+
+
+def modules() -> list[str]:
+    """Every module of the package, by its file."""
+    found = []
+    for path in sorted((SOURCE / "plait").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if not name.endswith("__main__"):
+            found.append(name)
+    return found
+
+
+def _import_blocked(names: list[str]) -> subprocess.CompletedProcess[str]:
+    code = "import sys, importlib\nsys.modules['torch'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    return subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120)
+
+
+def test_everything_but_the_reference_imports_without_torch() -> None:
+    free = [name for name in modules() if name not in TORCH]
+    assert {"plait.engine.engine", "plait.engine.scheduler", "plait.engine.sampler", "plait.memory.blocks"} <= set(free)
+    result = _import_blocked(free)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_the_list_of_torch_modules_is_no_longer_than_it_must_be() -> None:
+    unknown = TORCH - set(modules())
+    assert not unknown
+
+
+@pytest.mark.parametrize("name", sorted(TORCH))
+def test_a_listed_module_does_need_torch(name: str) -> None:
+    assert _import_blocked([name]).returncode != 0
+
+
+def test_importing_plait_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, plait; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,38 @@
+"""Write src/plait/model/known_keys.json: which config.json keys each transformers class knows, and their defaults.
+
+Run it by hand when the pinned transformers changes: `python tools/make_known_keys.py`. The loader uses the table
+to tell a key that it must obey or refuse from one that nobody reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox")
+TARGET = Path(__file__).parents[1] / "src/plait/model/known_keys.json"
+
+
+def keys_of(model_type: str) -> dict[str, Any]:
+    """Field name -> default of the class itself; fields of the common base are left out."""
+    base = {f.name for f in dataclasses.fields(PreTrainedConfig)}
+    own = {}
+    for f in dataclasses.fields(CONFIG_MAPPING[model_type]):
+        value = f.default if f.default is not dataclasses.MISSING else None
+        if f.name not in base or f.name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+            own[f.name] = value
+    return own
+
+
+def main() -> None:
+    table = {"transformers": __version__, "model_types": {m: keys_of(m) for m in MODEL_TYPES}}
+    TARGET.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{TARGET}: {len(MODEL_TYPES)} model types, transformers {__version__}")
+
+
+if __name__ == "__main__":
+    main()
