@@ -64,9 +64,7 @@ def test_chat_applies_the_template(model: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("text", ["[72, 101, 108]", "72 101 108\n", "72,101,\n108"])
-def test_ids_are_a_prompt(
-    text: str, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_ids_are_a_prompt(text: str, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ids"
     file.write_text(text)
     found = generate(capsys, model, "--ids", str(file), "-n", "4", "--temperature", "0")
@@ -74,7 +72,9 @@ def test_ids_are_a_prompt(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[1.5]", "[true]", "1 two", "-3", "{}"])
-def test_ids_that_are_none_are_refused(text: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_that_are_none_are_refused(
+    text: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ids"
     file.write_text(text)
     assert main(["generate", model, "--ids", str(file)]) == 2

@@ -91,7 +91,9 @@ WRONG_REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "said"), WRONG_REQUESTS, ids=lambda value: " ".join(value) if type(value) is list else "")
+@pytest.mark.parametrize(
+    ("argv", "said"), WRONG_REQUESTS, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
 def test_a_wrong_request_is_one_line_and_status_2(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +113,9 @@ ON_A_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), ON_A_MODEL, ids=lambda value: " ".join(value) if type(value) is list else "")
+@pytest.mark.parametrize(
+    ("flags", "said"), ON_A_MODEL, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
 def test_a_flag_that_the_model_cannot_follow_is_refused_by_name(
     model: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,7 +138,9 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         main(["inspect", str(path), "--debug"])
 
 
-def test_an_unexpected_error_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_error_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: object) -> None:
         raise ValueError("two\nlines")
 
@@ -147,7 +153,7 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     done = subprocess.run(
         f"{sys.executable} -m plait models --json | head -c 10", shell=True, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == '[\n  {\n    '
+    assert done.stdout == "[\n  {\n    "
     assert done.stderr == ""
 
 

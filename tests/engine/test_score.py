@@ -37,9 +37,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 def bos_tokenizer(directory: Path) -> Tokenizer:
     """The same tokenizer for a model whose texts begin with BOS."""
     plain = load_tokenizer(directory)
-    return Tokenizer(
-        plain._backend, special_tokens={"bos_token": "<|endoftext|>"}, prefix_ids=[END_OF_TEXT]
-    )
+    return Tokenizer(plain._backend, special_tokens={"bos_token": "<|endoftext|>"}, prefix_ids=[END_OF_TEXT])
 
 
 def one_by_one(decoder: plait.Decoder, context: list[int], token: int) -> float:

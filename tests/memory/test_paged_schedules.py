@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
-from tests.parity.forwards import PagedRun, dense, plain
+from tests.parity.forwards import PagedRun, dense, plain, small_layout
 
-from plait.memory.blocks import BlockManager, SequenceBlocks
-from plait.memory.layout import make_layout
-from plait.memory.paged import PagedMemory
+from plait.memory.blocks import SequenceBlocks
 from plait.model.decoder import Decoder
 
 SCHEDULES = 200
@@ -37,12 +35,9 @@ class Live:
 class Schedule:
     def __init__(self, decoder: Decoder, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.run = PagedRun.__new__(PagedRun)
-        layout = make_layout(decoder.config.caches(), 4, 64, CHUNK, block_tokens=4)
+        layout = small_layout(decoder, CHUNK)
         num_blocks = 1 + layout.blocks_per_sequence(40, CHUNK) + self.rng.randrange(12)
-        self.run.decoder, self.run.interpreter = decoder, None
-        self.run.blocks = BlockManager(layout, num_blocks, chunk_tokens=CHUNK)
-        self.run.memory = PagedMemory(layout, num_blocks)
+        self.run = PagedRun(decoder, num_blocks, CHUNK, layout=layout)
         nan = np.full(layout.block_bytes // 4, np.nan, np.float32).tobytes()
         for block in range(1, num_blocks):
             self.run.memory.write_block(block, nan)
@@ -96,7 +91,7 @@ class Schedule:
         while self.waiting:
             again = self.waiting.pop()
             self.start(again.tokens, again.rows)
-        if len(self.live) < 4 and self.rng.random() < 0.7 or not self.live:
+        if not self.live or (len(self.live) < 4 and self.rng.random() < 0.7):
             prompt = self.rng.choice(self.prompts)[: self.rng.randrange(5, 26)]
             self.start(prompt + self.some_tokens(self.rng.randrange(1, 5)), [])
         if len(self.live) < 5 and self.rng.random() < 0.3:

@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 3, "num_hidden_layers": 3, "head_dim": 8},
-    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None, "rope_theta": None},
+    "gpt_neox": {"hidden_size": 32, "rotary_pct": 0.5, "num_key_value_heads": None, "rope_theta": None},
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.memory.blocks import BlockManager, SequenceBlocks
 from plait.memory.dense import DenseMemory
-from plait.memory.layout import make_layout
+from plait.memory.layout import CacheLayout, make_layout
 from plait.memory.paged import PagedMemory
 from plait.model.decoder import Decoder
 from plait.model.record import record
@@ -33,20 +33,35 @@ def dense(decoder: Decoder, ids: Tensor, chunks: Sequence[int]) -> Tensor:
     return torch.cat(parts, 1)
 
 
-class PagedRun:
-    """A block manager and a pool around a decoder, or around an interpreter of its recording."""
+def small_layout(decoder: Decoder, chunk_tokens: int) -> CacheLayout:
+    """Blocks of four tokens, so that short sequences cross many of their borders."""
+    return make_layout(decoder.config.caches(), 4, 64, chunk_tokens, block_tokens=4)
 
-    def __init__(self, decoder: Decoder, num_blocks: int = 256, block_tokens: int = 4, interpret: bool = False) -> None:
-        layout = make_layout(decoder.config.caches(), 4, 64, 16, block_tokens)
+
+class PagedRun:
+    """A block manager and a pool around a decoder, or around an interpreter of its recording.
+
+    chunk_tokens: the most tokens of a sequence in one step. num_blocks: of the pool.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int = 256,
+        chunk_tokens: int = 64,
+        interpret: bool = False,
+        layout: CacheLayout | None = None,
+    ) -> None:
+        layout = layout or small_layout(decoder, chunk_tokens)
         self.decoder = decoder
-        self.blocks = BlockManager(layout, num_blocks, chunk_tokens=64)
+        self.blocks = BlockManager(layout, num_blocks, chunk_tokens=chunk_tokens)
         self.memory = PagedMemory(layout, num_blocks)
         self.interpreter = replayed(decoder) if interpret else None
 
     def step(self, plan: Sequence[tuple[SequenceBlocks, Sequence[int], int]]) -> list[Tensor]:
-        """plan: (blocks, all ids, total) of sequences that are allocated up to total -> logits of each one's new tokens.
+        """One step: copies, forward, commit. Returns the logits of each sequence's new tokens.
 
-        Copies, forward, commit.
+        plan: (blocks, all ids, total) of sequences that are allocated up to `total` tokens.
         """
         query = [total - blocks.num_computed for blocks, _, total in plan]
         sequences = Sequences(

@@ -169,7 +169,7 @@ def test_the_server_describes_itself(server):
         "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_count",
         "request_queue_time_seconds_count", "request_success_total",
     ):  # fmt: skip
-        assert f'plait_{name}{{' in text and 'model_name="tiny"' in text, name
+        assert f"plait_{name}{{" in text and 'model_name="tiny"' in text, name
 
 
 def test_the_log_has_a_line_per_request_and_no_prompt(server):

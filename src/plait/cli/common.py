@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +140,7 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False, indent=2))
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Aligned columns: the first to the left, the others to the right where they are numbers."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     numeric = [i > 0 and all(row[i][:1].isdigit() or row[i] in ("-", "") for row in rows) for i in range(len(header))]

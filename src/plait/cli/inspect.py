@@ -17,7 +17,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="PATH", help="as for generate; with --plan also a config.json")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--plan", action="store_true", help="the operations of one step: shapes, bytes, FLOPs per token")
+    parser.add_argument(
+        "--plan", action="store_true", help="the operations of one step: shapes, bytes, FLOPs per token"
+    )
     parser.add_argument("--batch", type=positive, metavar="B", help="with --plan: every shape for B sequences ...")
     parser.add_argument("--length", type=positive, metavar="L", help="... of L tokens")
     parser.add_argument("--training", action="store_true", help="with --batch: as in training, logits of all tokens")
@@ -81,7 +83,8 @@ def _show_facts(facts: dict[str, Any]) -> None:
         print(f"  {'parameters':<18} {config['parameters']['total']:,} ({counts})")
     _section(f"tensors: {tensors['count']:,} in {tensors['files']} file(s), {_size(tensors['bytes'])}")
     rows = [
-        (f"  {name}", f"{f['tensors']:,}", f"{f['numbers']:,}", _size(f["bytes"])) for name, f in tensors["formats"].items()
+        (f"  {name}", f"{f['tensors']:,}", f"{f['numbers']:,}", _size(f["bytes"]))
+        for name, f in tensors["formats"].items()
     ]
     print_table(("  format", "tensors", "numbers", "size"), rows)
     for tensor in tensors["largest"][:3]:
@@ -160,12 +163,13 @@ def _plan_line(row: dict[str, Any], sized: bool) -> tuple[str, ...]:
 
 def _show_trace(found: dict[str, Any]) -> None:
     tokens = [token["text"] for token in found["tokens"]]
+    # Under an `attend`: the largest attention weights of the text's last token.
     print("tokens: " + " ".join(f"{i}:{text!r}" for i, text in enumerate(tokens)))
     for row in found["operations"]:
         shapes = " ".join(map(str, row["shapes"]))
         print(f"{row['op']:<12} {shapes:<24} rms {row['rms']:<10.4g} max {row['max']:<10.4g} {row['weight'] or ''}")
         for head, key, weight in row.get("attention", ()):
-            print(f"  layer {row['layer']} head {head}: {weight:.3f} of the last token's attention on {key}:{tokens[key]!r}")
+            print(f"  layer {row['layer']} head {head}: {weight:.3f} on {key}:{tokens[key]!r}")
     print("next: " + ", ".join(f"{token['text']!r} {token['logprob']:.3f}" for token in found["next"]))
 
 

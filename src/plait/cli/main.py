@@ -73,9 +73,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name, line in COMMANDS.items():
         if name == chosen:
             import_module(f"plait.cli.{name}").add_parser(subparsers)
-            subparsers.choices[name].add_argument(
-                "--debug", action="store_true", help="show the traceback of an error"
-            )
+            subparsers.choices[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
         else:
             subparsers.add_parser(name, help=line, add_help=False)
     if chosen is not None and chosen not in COMMANDS:

@@ -29,7 +29,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--window", type=positive, metavar="N", help="tokens a forward sees (default: the model's, at most 2048)"
     )
-    parser.add_argument("--stride", type=positive, metavar="N", help="how far it moves on (default: half of the window)")
+    parser.add_argument(
+        "--stride", type=positive, metavar="N", help="how far it moves on (default: half of the window)"
+    )
     parser.add_argument("--tokens", action="store_true", help="also every token with its log-probability")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_load_flags(parser)
@@ -47,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
         scorer.advance = counter.advance
         scores = [scorer.score(text, name) for name, text in texts]
     seconds = time.perf_counter() - start
-    total = figures(
-        sum(s.nll for s in scores), sum(s.num_scored for s in scores), sum(s.num_bytes for s in scores)
-    )
+    total = figures(sum(s.nll for s in scores), sum(s.num_scored for s in scores), sum(s.num_bytes for s in scores))
     document = {
         "model": str(decoder.source),
         "dtype": decoder.load_report.dtype,

@@ -75,7 +75,7 @@ def served_names(defaults: list[str], args: argparse.Namespace) -> list[tuple[st
     """Per model its id and aliases. Raises UsageError where the names do not fit the models or repeat."""
     given = args.served_model_name
     if not given:
-        names = [(name,) for name in defaults]
+        names: list[tuple[str, ...]] = [(name,) for name in defaults]
     elif len(defaults) == 1:
         names = [tuple(given)]
     elif len(given) == len(defaults):

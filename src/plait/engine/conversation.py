@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait.engine.params import SamplingParams
 from plait.engine.streaming import Generation
@@ -39,8 +39,8 @@ class Conversation:
     last: Generation | None = None
 
     def __post_init__(self) -> None:
-        tokenizer = self.llm.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
+        self._tokenizer: Any = self.llm.tokenizer
+        if self._tokenizer is None or self._tokenizer.chat_template is None:
             raise TokenizerError(
                 f"{self.llm.bundle.name} has no chat template, so it cannot chat; complete prompts with plait generate"
             )
@@ -58,7 +58,7 @@ class Conversation:
         """
         question = Turn("user", text)
         messages = [*self.messages(), {"role": question.role, "content": question.content}]
-        generation = Generation(self.llm, self.llm.tokenizer.encode_chat(messages), self.params)
+        generation = Generation(self.llm, self._tokenizer.encode_chat(messages), self.params)
         try:
             yield from generation
         finally:

@@ -1,4 +1,4 @@
-"""What `plait inspect --plan` and `--trace` show: a model's recorded forward, as a plan or with a text run through it."""
+"""What `plait inspect --plan` and `--trace` show: the recorded forward, as a plan or with a text run through it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def prompt_ids(llm: LLM, text: str, chat: bool = False, system: str | None = Non
 def read_ids(text: str, name: str) -> list[int]:
     """Token ids from text: a JSON list, or numbers separated by spaces, commas or lines. name: for the error."""
     try:
-        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.replace(",", " ").split()]
+        listed = text.lstrip().startswith("[")
+        ids = json.loads(text) if listed else [int(word) for word in text.replace(",", " ").split()]
     except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):

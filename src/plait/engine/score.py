@@ -68,8 +68,8 @@ class Window:
 def windows(num_tokens: int, size: int, stride: int, bos: bool) -> Iterator[Window]:
     """Windows that score every token once; without BOS all but token 0, which has nothing before it.
 
-    A window feeds at most `size` tokens, BOS included, and moves on by `stride`: beyond the first window a token sees at
-    least size - stride of the tokens before it.
+    A window feeds at most `size` tokens, BOS included, and moves on by `stride`: beyond the first window a token sees
+    at least size - stride of the tokens before it.
     """
     room = size - bos
     done = 0 if bos else 1

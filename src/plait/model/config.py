@@ -195,6 +195,8 @@ def check(config: ModelConfig) -> ModelConfig:
             f"vocab_size={config.vocab_size}, hidden_size={config.hidden_size} and"
             f" num_hidden_layers={len(config.layers)} must all be at least 1"
         )
+    if config.final_norm.eps < 0:
+        raise ConfigError(f"the norms' eps={config.final_norm.eps} must not be negative")
     if config.max_positions < 1:
         raise ConfigError(f"max_position_embeddings={config.max_positions} must be at least 1")
     for index, layer in enumerate(config.layers):

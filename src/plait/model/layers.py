@@ -97,13 +97,10 @@ class Layer(nn.Module):
         self.dropout = dropout
         self.self_attn = Attention(spec.attention, hidden_size)
         self.mlp = FeedForward(spec.feed_forward, hidden_size)
-        for name, norm in (
-            ("input_layernorm", spec.pre_attention_norm),
-            ("post_attention_layernorm", spec.pre_feed_forward_norm),
-            ("post_self_attn_layernorm", spec.post_attention_norm),
-            ("post_mlp_layernorm", spec.post_feed_forward_norm),
-        ):
-            setattr(self, name, None if norm is None else Norm(norm, hidden_size))
+        self.input_layernorm = _norm(spec.pre_attention_norm, hidden_size)
+        self.post_attention_layernorm = _norm(spec.pre_feed_forward_norm, hidden_size)
+        self.post_self_attn_layernorm = _norm(spec.post_attention_norm, hidden_size)
+        self.post_mlp_layernorm = _norm(spec.post_feed_forward_norm, hidden_size)
 
     def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
         """x [..., D] -> [..., D]."""
@@ -120,6 +117,10 @@ class Layer(nn.Module):
     def _branch(self, y: Any, norm: Norm | None) -> Any:
         y = _apply(norm, y)
         return ops.dropout(y, self.dropout) if self.training and self.dropout else y
+
+
+def _norm(spec: NormSpec | None, width: int) -> Norm | None:
+    return None if spec is None else Norm(spec, width)
 
 
 def _apply(norm: Norm | None, x: Any) -> Any:

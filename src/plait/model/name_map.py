@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from plait.model.config import ModelConfig
 
 Rows = Sequence[NDArray[np.int64]]
+RowsOf = Callable[[ModelConfig, int], Rows]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Rule:
 
     file: str
     ours: tuple[str, ...]
-    rows: Callable[[ModelConfig, int], Rows] | None = None
+    rows: RowsOf | None = None
     offset: float = 0.0
 
 
@@ -46,6 +47,6 @@ class NameMap:
 ROTARY_BUFFERS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
 
-def paired(file: str, ours: str, kinds: Sequence[str] = ("weight",), **more) -> tuple[Rule, ...]:
+def paired(file: str, ours: str, kinds: Sequence[str] = ("weight",), rows: RowsOf | None = None) -> tuple[Rule, ...]:
     """The same rule for several parameters of one module, such as weight and bias."""
-    return tuple(Rule(f"{file}.{kind}", (f"{ours}.{kind}",), **more) for kind in kinds)
+    return tuple(Rule(f"{file}.{kind}", (f"{ours}.{kind}",), rows) for kind in kinds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from plait.memory.base import SymbolicMemory
 from plait.model.decoder import Decoder
 from plait.ops import functional as ops
@@ -23,8 +25,8 @@ def record(decoder: Decoder) -> Recording:
     training = decoder.training
     decoder.eval()
     try:
-        hidden = decoder(ids, memory=SymbolicMemory(positions))  # type: ignore[arg-type]
-        logits = decoder.logits(ops.select_rows(hidden, rows))
+        hidden: Any = decoder(ids, memory=SymbolicMemory(positions))
+        logits: Any = decoder.logits(ops.select_rows(hidden, rows))
     finally:
         decoder.train(training)
     config = decoder.config

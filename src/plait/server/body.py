@@ -12,6 +12,9 @@ from typing import Any
 from plait.server.errors import ApiError, bad_request
 
 MAX_DEPTH = 64
+# Counted before anything is parsed, in texts too: small values take many times the memory of their characters.
+MAX_COMMAS = 250_000
+MAX_BRACKETS = 100_000
 READ_TIMEOUT_S = 30.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -60,7 +63,9 @@ async def _read(headers: Mapping[str, str], receive: Receive, max_bytes: int) ->
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object from UTF-8 bytes. Refused with 400: anything else, NaN and infinities, numbers that overflow, a key
-    given twice, lone surrogates, nesting beyond MAX_DEPTH."""
+    given twice, lone surrogates, nesting beyond MAX_DEPTH, more than MAX_COMMAS or MAX_BRACKETS."""
+    if data.count(b",") > MAX_COMMAS or data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
+        raise bad_request(f"the body has more than {MAX_COMMAS} commas or {MAX_BRACKETS} opening brackets")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -68,9 +73,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     if not text.strip():
         raise bad_request("the body is empty: send a JSON object")
     try:
-        value = json.loads(
-            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique_keys
-        )
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique_keys)
     except ApiError:
         raise
     except RecursionError:

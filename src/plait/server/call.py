@@ -107,7 +107,5 @@ class Call:
         if not self._stream.finished:
             self._log.setdefault("finish", "abort")
         for result in self._stream.results.values():
-            self._metrics.request_ended(
-                self.served.id, result.timing, len(result.prompt_token_ids), result.outputs
-            )
+            self._metrics.request_ended(self.served.id, result.timing, len(result.prompt_token_ids), result.outputs)
         self._stream.close()

@@ -28,7 +28,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        facts = scope["plait.log"] = {}
+        facts: dict[str, Any] = {}
+        scope["plait.log"] = facts
         status = 0
 
         async def watch(message: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,14 +35,14 @@ class ModelSpec:
     options: dict[str, Any]
 
 
-def serve(
-    specs: list[ModelSpec], host: str, port: int, settings: Settings, say: Callable[[str], None] = print
-) -> int:
+def serve(specs: list[ModelSpec], host: str, port: int, settings: Settings, say: Callable[[str], None] = print) -> int:
     """Serve until told to stop; returns the exit status: 0 after SIGTERM or an interrupt, 1 when the engine died.
 
     Call it from the main thread. Raises PlaitError when the start fails.
     """
     start_s = time.monotonic()
+    # Until the event loop has its own handlers: an orderly end, so that the engine's is seen to.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener = _listen(host, port)
     engine = EngineProcess([{"model": spec.path, **spec.options} for spec in specs])
     try:

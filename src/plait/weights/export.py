@@ -70,7 +70,7 @@ _ARCHITECTURES = {
 
 def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as the family's files have them, one at a time."""
-    parameters = dict(decoder.named_parameters())
+    parameters: dict[str, Tensor] = dict(decoder.named_parameters())
     if not decoder.config.tie_embeddings:
         parameters.setdefault(_HEAD, decoder.lm_head.weight)
     bound = BoundMap(decoder.config, family(decoder.config.model_type).names)

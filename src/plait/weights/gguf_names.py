@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.model.config import AttentionSpec, ModelConfig
-from plait.model.name_map import NameMap, Rule, paired
+from plait.model.name_map import NameMap, RowsOf, Rule, paired
 
 _G, _O = "blk.{i}", "model.layers.{i}"
 _BOTH = ("weight", "bias")
@@ -63,7 +63,7 @@ _PRE_NORMS = (
 )
 
 
-def _q_k(q=None, k=None) -> tuple[Rule, ...]:
+def _q_k(q: RowsOf | None = None, k: RowsOf | None = None) -> tuple[Rule, ...]:
     return (
         *paired(f"{_G}.attn_q", f"{_O}.self_attn.q_proj", _BOTH, rows=q),
         *paired(f"{_G}.attn_k", f"{_O}.self_attn.k_proj", _BOTH, rows=k),

@@ -25,12 +25,11 @@ _GGUF_TOKENIZER = "tokenizer.ggml."
 BYTES = {"bf16": 2, "fp32": 4}
 
 
-def read_config(path: str | Path, strict: bool = False) -> ModelConfig:
-    """The configuration of a checkpoint or of a lone config.json; weights need not be there."""
-    path = Path(path).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        return parse_config(read_json(path), strict)
-    path = locate(path)
+def read_config(model: str | Path | None, strict: bool = False) -> ModelConfig:
+    """The configuration of a checkpoint (None: the default) or of a lone config.json; weights need not be there."""
+    if model is not None and str(model).endswith(".json") and Path(model).is_file():
+        return parse_config(read_json(Path(model)), strict)
+    path = locate(model)
     if path.is_dir():
         return parse_config(read_json(path / "config.json"), strict)
     if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
@@ -137,9 +136,7 @@ def _tensor_facts(source: TensorSource) -> dict[str, Any]:
         "bytes": sum(entry["bytes"] for entry in formats.values()),
         "files": len({info.file for info in infos}),
         "formats": dict(sorted(formats.items(), key=lambda item: -item[1]["bytes"])),
-        "largest": [
-            {"name": i.name, "shape": list(i.shape), "format": i.format, "bytes": i.nbytes} for i in largest
-        ],
+        "largest": [{"name": i.name, "shape": list(i.shape), "format": i.format, "bytes": i.nbytes} for i in largest],
     }
 
 

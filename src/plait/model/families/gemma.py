@@ -12,7 +12,7 @@ from plait.model.config import (
     RotaryUse,
 )
 from plait.model.families import register
-from plait.model.families.llama import activation, exact_head_width, require_window, special_tokens
+from plait.model.families.llama import activation, given_head_width, require_window, special_tokens
 from plait.model.name_map import ROTARY_BUFFERS, NameMap, paired
 from plait.model.reader import ConfigReader
 
@@ -50,7 +50,7 @@ def gemma3_text(read: ConfigReader) -> ModelConfig:
         raise ConfigError("use_bidirectional_attention=true (an embedding model) is not supported")
     if heads < 1:
         raise ConfigError(f"num_attention_heads={heads} must be at least 1")
-    width = read.integer("head_dim", exact_head_width(d, heads))
+    width = given_head_width(read, d, heads) if "head_dim" in read.raw else read.integer("head_dim")
     kv = read.integer("num_key_value_heads", heads)
     max_positions = read.integer("max_position_embeddings")
     window = read.integer("sliding_window", 0)

@@ -54,8 +54,9 @@ def pre_norm_decoder(
     d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     if heads < 1:
         raise ConfigError(f"num_attention_heads={heads} must be at least 1")
-    width = head_width or read.optional_integer("head_dim") or exact_head_width(d, heads)
-    kv = kv_heads or read.optional_integer("num_key_value_heads", heads)
+    width = given_head_width(read, d, heads) if head_width is None else head_width
+    kv = read.optional_integer("num_key_value_heads") if kv_heads is None else kv_heads
+    kv = heads if kv is None else kv
     max_positions = read.integer("max_position_embeddings")
     theta = read.given("rope_theta", 10_000.0)
     rotary = read.rotary(width, read.rope_block(), theta, max_positions)
@@ -86,6 +87,16 @@ def pre_norm_decoder(
         attention_dropout=read.number("attention_dropout", 0.0),
         **special_tokens(read),
     )
+
+
+def given_head_width(read: ConfigReader, hidden_size: int, heads: int) -> int:
+    """`head_dim`, or hidden / heads where it is absent or null."""
+    width = read.optional_integer("head_dim")
+    if width is None:
+        return exact_head_width(hidden_size, heads)
+    if width < 1:
+        raise ConfigError(f"head_dim={width} must be at least 1")
+    return width
 
 
 def exact_head_width(hidden_size: int, heads: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plait.errors import ConfigError
 from plait.model.config import ModelConfig, NormSpec
 from plait.model.families import register
 from plait.model.families.llama import pre_norm_decoder, require_window
@@ -12,6 +13,8 @@ def upper_windows(read: ConfigReader) -> list[int]:
     """Window per layer: `layer_types` decides; else layers from `max_window_layers` upward, when windows are in use."""
     num_layers = read.integer("num_hidden_layers")
     window = read.integer("sliding_window", 0)
+    if window < 0:
+        raise ConfigError(f"sliding_window={window} must not be negative")
     if not read.flag("use_sliding_window"):
         window = 0
     first = read.integer("max_window_layers")
@@ -31,6 +34,8 @@ def qwen2(read: ConfigReader) -> ModelConfig:
 def qwen3(read: ConfigReader) -> ModelConfig:
     bias = read.flag("attention_bias")
     width = read.integer("head_dim", 128)
+    if width < 1:
+        raise ConfigError(f"head_dim={width} must be at least 1")
     return pre_norm_decoder(
         read,
         windows=upper_windows(read),

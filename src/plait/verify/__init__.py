@@ -1,0 +1,1 @@
+"""Parity with a reference implementation, token by token: what `plait verify` does, as functions."""

@@ -1,0 +1,166 @@
+"""The other side of a verification: the checkpoint as transformers reads and computes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ConfigError, UsageError, WeightError
+from plait.model.decoder import Decoder
+from plait.model.families import parse_config
+from plait.weights.checkpoint import Checkpoint
+
+MISSING = "plait verify compares with transformers, which is not installed here: pip install transformers gguf accelerate"
+
+
+@dataclass
+class Reference:
+    """A model of the transformers library. description: what it is, notes: what a reader must know of it."""
+
+    model: Any
+    description: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """fp32 logits [T, V] of one sequence."""
+        with torch.inference_mode():
+            return self.model(input_ids=self._tensor(ids)).logits[0].float()
+
+    def greedy(self, ids: list[int], new_tokens: int) -> list[int]:
+        """The most likely token, `new_tokens` times over, whether or not the text ends."""
+        prompt = self._tensor(ids)
+        with torch.inference_mode():
+            out = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                pad_token_id=0,
+            )
+        return out[0, len(ids) :].tolist()
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self.model.device)
+
+
+def load_reference(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype, device: str) -> Reference:
+    """The checkpoint through transformers: a directory by its own loader, GGUF by its GGUF loader.
+
+    decoder: the model under test; its weights are used, and that is said, where transformers cannot read the
+    GGUF architecture. Raises UsageError where transformers is missing, WeightError where it cannot load the model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    path = checkpoint.path
+    try:
+        if checkpoint.format != "gguf":
+            found = Reference(_from_directory(checkpoint, dtype), f"transformers {transformers.__version__}, {path}")
+        elif _knows_gguf(checkpoint.source.metadata["general.architecture"]):  # type: ignore[attr-defined]
+            found = _from_gguf(checkpoint, decoder, dtype)
+        else:
+            found = _from_our_weights(checkpoint, decoder, dtype)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WeightError(f"transformers cannot load {path}: {first}") from error
+    found.model.to(device).eval()
+    # Sampling settings and end tokens of the checkpoint have no place in a comparison.
+    found.model.generation_config = transformers.GenerationConfig()
+    return found
+
+
+def _from_directory(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """AutoModelForCausalLM; a multimodal directory's class is told by its own name, and only its text part runs."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
+
+
+def _knows_gguf(architecture: str) -> bool:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return architecture in GGUF_SUPPORTED_ARCHITECTURES
+
+
+def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> Reference:
+    """Read by transformers' GGUF loader, which reads all weights but not every key; where it misses one, that is said."""
+    import transformers
+
+    path, notes = checkpoint.path, []
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    missed = _differences(config, checkpoint)
+    if missed:
+        config = _own_config(checkpoint)
+        notes.append(
+            f"transformers' GGUF loader misreads {', '.join(missed)}: it read the weights, the configuration is plait's"
+        )
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        path.parent, gguf_file=path.name, config=config, dtype=dtype
+    )
+    if checkpoint.raw.get("rope_divisors") is not None:
+        notes.append("transformers' GGUF loader ignores rope_freqs: the rotary frequencies are plait's")
+        model.model.rotary_emb.inv_freq.copy_(torch.tensor(decoder.rotary_tables[0].inv_freq))
+    return Reference(model, f"transformers {transformers.__version__} and its GGUF loader, {path}", notes)
+
+
+def _differences(theirs: Any, checkpoint: Checkpoint) -> list[str]:
+    """Fields of the model's switches that transformers' reading of the metadata gets otherwise than plait's."""
+    ignored = {"eos_token_ids", "bos_token_id", "pad_token_id", "max_positions", "raw", "model_type"}
+    raw = {key: value for key, value in checkpoint.raw.items() if key != "rope_divisors"}
+    try:
+        read, ours = asdict(parse_config(theirs.to_dict())), asdict(parse_config(raw))
+    except ConfigError:
+        return ["the configuration"]
+    return [name for name in read if name not in ignored and not _close(read[name], ours[name])]
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Equal plain data; numbers that were fp32 on one side may differ by its rounding."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_close, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _own_config(checkpoint: Checkpoint) -> Any:
+    """The transformers configuration that plait's reading of the metadata makes."""
+    import transformers
+
+    raw: dict[str, Any] = json.loads(json.dumps(checkpoint.raw))
+    raw.pop("rope_divisors", None)
+    return transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
+
+
+def _from_our_weights(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> Reference:
+    """transformers' class with the weights that plait read: shares our reader and our name map."""
+    import transformers
+
+    from plait.weights.export import hugging_face_tensors
+
+    config = _own_config(checkpoint)
+    config.tie_word_embeddings = decoder.config.tie_embeddings
+    state = {name: tensor.to(dtype) for name, tensor in hugging_face_tensors(decoder)}
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    architecture = checkpoint.source.metadata["general.architecture"]  # type: ignore[attr-defined]
+    note = (
+        f"transformers cannot read GGUF files of the architecture {architecture!r}: its own class runs on the weights"
+        " that plait read, so the reference shares plait's reader, name map and configuration"
+    )
+    return Reference(model, f"transformers {transformers.__version__}, {checkpoint.path}", [note])

@@ -1,0 +1,149 @@
+"""Rotary frequencies against arithmetic that is shown, and against transformers' own buffers."""
+
+from __future__ import annotations
+
+from math import ceil, floor, log, pi
+
+import pytest
+import torch
+
+from plait.errors import ConfigError
+from plait.model.config import RotarySpec
+from plait.model.rope import rope_frequencies, yarn_mscale, yarn_range
+from plait.ops.reference import positions
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def spec(kind: str = "default", theta: float = 10_000.0, width: int = 128, context: int = 4096, **scaling) -> RotarySpec:
+    return RotarySpec(kind, theta, width, width, context, scaling)
+
+
+def frequencies(s: RotarySpec) -> torch.Tensor:
+    return rope_frequencies(s)[0]
+
+
+def test_the_last_wavelength_of_theta_500000_and_width_128_is_2559196_positions():
+    last = frequencies(spec(theta=500_000.0))[-1].item()
+    assert 2 * pi / last == pytest.approx(2_559_196, rel=1e-6)
+    assert 2 * pi * 500_000 ** (126 / 128) == pytest.approx(2_559_196, rel=1e-6)
+
+
+def test_linear_scaling_divides_every_frequency():
+    assert torch.equal(frequencies(spec("linear", factor=4.0)), frequencies(spec()) / 4)
+
+
+def test_llama3_keeps_short_wavelengths_divides_long_ones_and_blends_between():
+    base, scaled = frequencies(spec(theta=500_000.0)), frequencies(spec("llama3", theta=500_000.0, **LLAMA3))
+    for f, g in zip(base.double(), scaled.double(), strict=True):
+        wavelength = 2 * pi / f
+        t = (8192 / wavelength - 1) / (4 - 1)
+        expected = f if wavelength < 8192 / 4 else f / 8 if wavelength > 8192 else (1 - t) * f / 8 + t * f
+        assert g.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "theta", "original", "expected"),
+    [(128, 1e6, 32768, (23, 40)), (128, 1e6, 131072, (30, 47)), (64, 1e4, 4096, (10, 23))],
+)
+def test_the_yarn_ramp_lies_between_32_turns_and_1_turn_over_the_original_context(width, theta, original, expected):
+    low, high = (width * log(original / (turns * 2 * pi)) / (2 * log(theta)) for turns in (32, 1))
+    assert (floor(low), ceil(high)) == expected
+    s = spec("yarn", theta, width, factor=4.0, original_max_position_embeddings=original)
+    assert yarn_range(s) == expected
+    untruncated = spec("yarn", theta, width, factor=4.0, original_max_position_embeddings=original, truncate=False)
+    assert yarn_range(untruncated) == pytest.approx((low, high))
+
+
+def test_yarn_keeps_pairs_below_the_ramp_and_divides_those_above():
+    s = spec("yarn", 1e6, 128, factor=4.0, original_max_position_embeddings=32768)
+    ratio = frequencies(s) / frequencies(spec(theta=1e6))
+    assert torch.allclose(ratio[:24], torch.ones(24))
+    assert torch.allclose(ratio[40:], torch.full((24,), 0.25))
+    middle = (31 - 23) / (40 - 23)
+    assert ratio[31].item() == pytest.approx((1 - middle) + middle / 4, rel=1e-6)
+
+
+def test_the_yarn_magnitude_is_a_tenth_of_the_factors_logarithm_and_one():
+    original = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    assert rope_frequencies(spec("yarn", **original))[1] == pytest.approx(1.138629, abs=1e-6)
+    assert 0.1 * log(4) + 1 == pytest.approx(1.138629, abs=1e-6)
+    assert rope_frequencies(spec("yarn", **original, attention_factor=1.0))[1] == 1.0
+    both = rope_frequencies(spec("yarn", **original, mscale=0.7, mscale_all_dim=1.6))[1]
+    assert both == pytest.approx((0.07 * log(4) + 1) / (0.16 * log(4) + 1))
+    one = rope_frequencies(spec("yarn", **original, mscale=0.7))[1]
+    assert one == pytest.approx(1.138629, abs=1e-6), "one of the two alone counts for nothing"
+    assert yarn_mscale(0.5) == yarn_mscale(1.0) == 1.0
+
+
+def test_a_yarn_factor_of_null_is_the_context_over_the_original_one():
+    s = spec("yarn", context=32768, factor=None, original_max_position_embeddings=8192)
+    given = spec("yarn", context=32768, factor=4.0, original_max_position_embeddings=8192)
+    assert torch.equal(frequencies(s), frequencies(given))
+    assert rope_frequencies(s)[1] == rope_frequencies(given)[1]
+
+
+def test_proportional_rope_leaves_the_last_pairs_still():
+    s = spec("proportional", width=16, factor=2.0, partial_rotary_factor=0.5)
+    found = frequencies(s)
+    # int(0.5 * 16 // 2) = 4 pairs turn, with exponents over the full width of 16.
+    assert found[:4].tolist() == pytest.approx([10_000 ** (-2 * i / 16) / 2 for i in range(4)])
+    assert found[4:].tolist() == [0.0] * 4
+
+
+def test_divisors_of_a_gguf_file_divide_the_plain_frequencies():
+    divisors = tuple(1.0 + i for i in range(64))
+    s = RotarySpec("default", 10_000.0, 128, 128, 4096, {}, divisors)
+    assert torch.equal(frequencies(s), frequencies(spec()) / torch.tensor(divisors))
+    with pytest.raises(ConfigError, match="3 divisors for 64 rotating pairs"):
+        frequencies(RotarySpec("default", 10_000.0, 128, 128, 4096, {}, (1.0, 2.0, 3.0)))
+
+
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "llama3": LLAMA3,
+    "llama3, narrow band": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn, betas": {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, tiny context": {"factor": 4.0, "original_max_position_embeddings": 4},
+    "yarn, not truncated": {"factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn, mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0},
+    "yarn, attention factor": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.2},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("theta", "width"), [(10_000.0, 64), (500_000.0, 128), (150.0, 6)])
+def test_frequencies_equal_those_of_transformers(name: str, theta: float, width: int):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    kind, scaling = name.split(",")[0], SCALINGS[name]
+    block = {"rope_type": kind, "rope_theta": theta, **scaling}
+    config = LlamaConfig(head_dim=width, max_position_embeddings=32768, rope_parameters=block)
+    make = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    expected, magnitude = make(config)
+    ours, mine = rope_frequencies(spec(kind, theta, width, 32768, **scaling))
+    assert torch.allclose(ours, expected, rtol=1e-6, atol=0)
+    assert mine == pytest.approx(magnitude, rel=1e-12)
+
+
+def test_tables_stay_exact_at_long_positions_whatever_the_models_dtype():
+    """bf16 cannot hold 257; positions, frequencies and tables are fp32, only the results are cast."""
+    import plait
+    from tests.memory.tiny_decoders import CONFIGS
+
+    raw = {"vocab_size": 29, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    raw |= {"model_type": "llama", "max_position_embeddings": 8192, **CONFIGS["llama"]}
+    decoder = plait.from_config(raw, dtype=torch.bfloat16)
+    table = decoder.rotary_tables[0]
+    found = positions(torch.tensor([257, 600, 4095]), inv_freq=table.inv_freq, magnitude=table.magnitude)
+    assert found.dtype == torch.float32
+    f = 10_000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    angle = torch.tensor([257.0, 600.0, 4095.0], dtype=torch.float64)[:, None] * f
+    exact = torch.stack((angle.cos(), angle.sin()), 1)
+    assert (found.double() - exact).abs().max() < 1e-3
+    assert (found.bfloat16().double() - exact).abs().max() < 4e-3

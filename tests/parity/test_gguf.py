@@ -1,0 +1,144 @@
+"""A GGUF file of a model gives the logits of the transformers model that it was written from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.verify.run import verify
+from tests.parity.cases import Case
+from tests.parity.forwards import plain
+from tests.parity.gguf_export import write_model
+from tests.parity.reference import distance, reference_model, tolerance
+
+_SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 101, "max_position_embeddings": 128}
+_GROUPED = {**_SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _divisors(model: Any) -> torch.Tensor:
+    """Per-pair divisors of the plain frequencies, as converters store llama3 scaling."""
+    found = model.model.rotary_emb.inv_freq
+    width = 2 * len(found)
+    base = 1.0 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    return base / found
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"model_type": "llama", **_GROUPED, "rope_theta": 500.0, "rms_norm_eps": 0.02}, {"rope.freq_base": 500.0}),
+    "llama with biases, head width and divisors": (
+        {
+            "model_type": "llama",
+            **_GROUPED,
+            "rope_theta": 500.0,
+            "rope_scaling": _LLAMA3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+        },
+        {"rope.freq_base": 500.0},
+    ),
+    "qwen2, yarn": (
+        {
+            "model_type": "qwen2",
+            **_GROUPED,
+            "rope_theta": 1000.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        {
+            "rope.freq_base": 1000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "qwen3": ({"model_type": "qwen3", **_GROUPED, "head_dim": 24, "rope_theta": 300.0}, {"rope.freq_base": 300.0}),
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            **_GROUPED,
+            "num_hidden_layers": 7,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "rope_theta": 1000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "rope.freq_base": 1000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+            "attention.sliding_window": 9,
+        },
+    ),
+    "gptneox": (
+        {
+            "model_type": "gpt_neox",
+            **_SIZES,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "rotary_pct": 0.5,
+            "rotary_emb_base": 300,
+            "use_parallel_residual": False,
+        },
+        {"rope.freq_base": 300.0, "rope.dimension_count": 8, "use_parallel_residual": False},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            raw, metadata = MODELS[name]
+            model = reference_model(Case(name, raw))
+            divisors = _divisors(model).numpy() if "divisors" in name else None
+            path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+            made[name] = (model, write_model(model, path, divisors, **metadata))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_gives_the_logits_of_the_model_it_was_written_from(files, name: str):
+    model, path = files(name)
+    ids = torch.randint(0, 97, (2, 57), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        reference = model(input_ids=ids).logits
+    assert distance(plain(plait.load(path, "fp32"), ids), reference) <= tolerance(reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gptneox"])
+def test_verify_compares_with_the_gguf_loader_of_transformers(files, name: str):
+    _, path = files(name)
+    result = verify(path, length=40, new_tokens=4, threads=1, kv_memory="8MiB")
+    assert "its GGUF loader" in result.reference
+    assert result.passed
+    # What that loader does not read is made up for, and said.
+    misread = any("misreads" in note for note in result.notes)
+    assert misread == (name != "llama"), result.notes
+    assert any("rope_freqs" in note for note in result.notes) == ("divisors" in name)
+
+
+@pytest.mark.slow
+def test_verify_says_when_the_reference_shares_our_reading(files):
+    _, path = files("gptneox")
+    result = verify(path, length=40, new_tokens=4, threads=1, kv_memory="8MiB")
+    assert result.passed
+    assert any("shares plait's reader, name map and configuration" in note for note in result.notes)
