@@ -1,4 +1,7 @@
-"""Write docs/switch-matrix.md: which switches the parity cases of each family have on. `python tools/write_switch_matrix.py`."""
+"""Write docs/switch-matrix.md: which switches the parity cases of each family have on.
+
+Run it after tests/parity/cases.py has changed: `python tools/write_switch_matrix.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HEADER = """# Families and switches
 
-Written by `tools/write_switch_matrix.py` from the parity cases in `tests/parity/cases.py`. A number says in how many of a
-family's configurations a switch is on; each of them gives transformers' log-probabilities, plain, dense, paged and replayed
-from a recording, and `tests/parity/test_mutations.py` shows that setting the switch wrongly would be seen.
+Written by `tools/write_switch_matrix.py` from the parity cases in `tests/parity/cases.py`. A number says in how many
+of a family's configurations a switch is on. Each configuration gives transformers' log-probabilities, plain, dense,
+paged and replayed from a recording, and `tests/parity/test_mutations.py` shows that a wrong switch would be seen.
 
 """
 

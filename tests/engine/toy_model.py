@@ -14,7 +14,8 @@ from plait.engine.params import SamplingParams
 from plait.engine.sampler import Sampler
 from plait.engine.sampling_state import SamplingState
 from plait.engine.tokens import TokenBuffer
-from plait.memory.layout import CacheGroup, CacheLayout, LayerCache
+from plait.memory.layout import CacheGroup, CacheLayout
+from plait.ops.spec import LayerCache
 from plait.ops.step import StepInputs
 
 VOCAB = 50

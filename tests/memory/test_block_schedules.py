@@ -9,7 +9,8 @@ import pytest
 
 from plait.memory import prefix_cache
 from plait.memory.blocks import BlockManager
-from plait.memory.layout import LayerCache, group_blocks, make_layout
+from plait.memory.layout import group_blocks, make_layout
+from plait.ops.spec import LayerCache
 from tests.memory.simulated_pool import SimulatedPool
 
 CHUNK = 9

@@ -9,7 +9,8 @@ import pytest
 from plait.errors import EngineError
 from plait.memory import prefix_cache
 from plait.memory.blocks import BlockManager
-from plait.memory.layout import CacheGroup, CacheLayout, LayerCache, make_layout
+from plait.memory.layout import CacheGroup, CacheLayout, make_layout
+from plait.ops.spec import LayerCache
 from tests.memory.simulated_pool import SimulatedPool
 
 FULL = LayerCache(1, 4, 4)
@@ -627,3 +628,65 @@ def test_hit_granularity_is_the_least_common_multiple_of_the_blocks():
 def test_importing_the_block_manager_does_not_import_torch():
     code = "import sys; sys.modules['torch'] = None; import plait.memory.blocks, plait.memory.layout"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+class TestForgetting:
+    """Bad content: free(seq, forget=True) takes a prefix out of the cache."""
+
+    def test_the_prefix_is_not_found_again_and_others_are(self):
+        manager, tokens, other = manager_of(FULL, window(6)), list(range(20)), list(range(50, 70))
+        manager.free(compute(manager, manager.new_sequence(other), other))
+        bad = compute(manager, manager.new_sequence(tokens), tokens, chunk=4)
+        manager.free(bad, forget=True)
+        manager.check_integrity([])
+        assert cached_tokens(manager, tokens) == 0 and cached_tokens(manager, other) == 16
+        compute_again = compute(manager, manager.new_sequence(tokens), tokens)
+        manager.free(compute_again)
+        assert cached_tokens(manager, tokens) == 16
+
+    def test_what_continues_the_prefix_goes_too(self):
+        manager, tokens = manager_of(FULL), list(range(24))
+        manager.free(compute(manager, manager.new_sequence(tokens), tokens))
+        bad = compute(manager, manager.new_sequence(tokens[:9]), tokens[:9])
+        assert bad.num_cached_tokens == 8
+        manager.free(bad, forget=True)
+        manager.check_integrity([])
+        assert manager.num_free == 99 and len(manager.pool.cached) == 0
+        manager.free(compute(manager, manager.new_sequence(tokens[:12]), tokens[:12]))
+        assert cached_tokens(manager, tokens) == 12  # not the old block after it
+
+    def test_live_sequences_keep_their_blocks_and_go_on(self):
+        manager, tokens = manager_of(FULL, window(6)), list(range(20))
+        bad = compute(manager, manager.new_sequence(tokens), tokens)
+        twin, reader = manager.fork(bad), manager.new_sequence(tokens)
+        before = manager.block_tables([twin, reader])
+        manager.free(bad, forget=True)
+        manager.check_integrity([twin, reader])
+        assert np.array_equal(manager.block_tables([twin, reader]), before)
+        longer = tokens + list(range(30, 42))
+        compute(manager, twin, longer)
+        manager.check_integrity([twin, reader])
+        manager.free(twin)
+        manager.free(reader)
+        manager.check_integrity([])
+        assert manager.num_free == 99
+
+    def test_after_a_reset_nothing_is_left_to_forget(self):
+        manager, tokens = manager_of(FULL), list(range(12))
+        bad = compute(manager, manager.new_sequence(tokens), tokens)
+        manager.reset_prefix_cache()
+        manager.free(compute(manager, manager.new_sequence(tokens), tokens))
+        manager.free(bad, forget=True)
+        manager.check_integrity([])
+        assert cached_tokens(manager, tokens) == 8
+
+    def test_a_source_of_a_queued_copy_is_kept_until_the_copy_is_made(self):
+        manager, tokens = manager_of(FULL, num_blocks=6), list(range(6))
+        bad = compute(manager, manager.new_sequence(tokens), tokens)
+        twin = manager.fork(bad)
+        assert manager.allocate(twin, 7)
+        manager.free(bad, forget=True)
+        manager.check_integrity([twin])
+        assert len(manager.take_copies()) == 1
+        manager.free(twin)
+        manager.check_integrity([])

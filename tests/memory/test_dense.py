@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
 
 from plait.errors import UsageError
 from plait.memory.dense import DenseMemory
 from plait.ops.step import StepInputs
+from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@ from math import ceil
 import pytest
 
 from plait.errors import ConfigError
-from plait.memory.layout import CacheGroup, CacheLayout, LayerCache, group_blocks, make_layout
+from plait.memory.layout import CacheGroup, CacheLayout, group_blocks, make_layout
+from plait.ops.spec import LayerCache
 
 FULL = LayerCache(8, 128, 128)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
 
 from plait.memory.none import NoMemory
 from plait.ops.step import Sequences, StepInputs
+from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = tuple(CONFIGS)
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
 
 from plait.errors import UsageError
 from plait.memory.layout import make_layout
 from plait.memory.paged import PagedMemory
+from plait.ops.spec import LayerCache
 from plait.ops.step import Sequences, StepInputs
+from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Pool:
     """A decoder over a paged memory with tables written by hand: sequence s of group g has blocks of its own."""
 
-    def __init__(self, family: str, num_sequences: int = 2, blocks: int = 10, seed: int = 0, dtype=torch.float32) -> None:
+    def __init__(
+        self, family: str, num_sequences: int = 2, blocks: int = 10, seed: int = 0, dtype=torch.float32
+    ) -> None:
         self.decoder = tiny_decoder(family).to(dtype)
         self.layout = make_layout(self.decoder.config.caches(), dtype.itemsize, 40, 40, block_tokens=4)
         groups = len(self.layout.groups)
@@ -161,3 +166,31 @@ def test_what_the_pool_cannot_serve_is_refused(wrong):
         if wrong == "dtype":
             PagedMemory(pool.layout, 4, torch.bfloat16)
         pool.decoder(ids, None if wrong == "no inputs" else StepInputs(sequences=sequences), pool.memory)
+
+
+@pytest.mark.parametrize("name", ["token_mask", "segment_ids", "adapter_ids"])
+def test_inputs_that_paged_memory_would_ignore_are_refused(name: str):
+    memory = PagedMemory(make_layout([LayerCache(1, 4, 4)]), 4)
+    sequences = Sequences(np.array([0, 2], np.int32), np.array([2], np.int32), np.ones((1, 1, 1), np.int32))
+    with pytest.raises(UsageError, match=name):
+        memory.begin(torch.tensor([1, 2]), StepInputs(sequences=sequences, **{name: torch.zeros(2)}))
+
+
+def test_a_narrower_cache_gives_the_same_numbers_for_every_chunking():
+    decoder = tiny_decoder("llama")
+    ids = torch.arange(24) % decoder.config.vocab_size
+
+    def run(chunks: list[int]) -> torch.Tensor:
+        layout = make_layout(decoder.config.caches(), bytes_per_number=2, context_tokens=64)
+        memory = PagedMemory(layout, 8, torch.bfloat16)
+        table = np.array([[[1, 2, 3, 4]]], np.int32)
+        done, hidden = 0, []
+        for count in chunks:
+            bounds = np.array([0, count], np.int32), np.array([done + count], np.int32)
+            step = StepInputs(sequences=Sequences(*bounds, table))
+            hidden.append(decoder(ids[done : done + count], step, memory))
+            done += count
+        return torch.cat(hidden)
+
+    with torch.inference_mode():
+        torch.testing.assert_close(run([24]), run([10, 14]), atol=1e-5, rtol=0)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
-from tests.parity.forwards import PagedRun, dense, plain, small_layout
 
 from plait.memory.blocks import SequenceBlocks
 from plait.model.decoder import Decoder
+from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
+from tests.parity.forwards import PagedRun, dense, plain, small_layout
 
 SCHEDULES = 200
 CHUNK = 9
@@ -124,18 +124,10 @@ class Schedule:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_any_schedule_gives_the_logits_of_the_plain_and_the_dense_forward(family: str):
     decoder = tiny_decoder(family)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        check_family(decoder)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def check_family(decoder: Decoder) -> None:
     events: Counter[str] = Counter()
     worst = 0.0
     for seed in range(SCHEDULES):

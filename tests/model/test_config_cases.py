@@ -80,6 +80,7 @@ def test_both_spellings_disagreeing_follow_rope_type_and_warn(caplog):
     assert "type='linear'" in caplog.text and "rope_type='yarn'" in caplog.text
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_theta_inside_rope_parameters_is_the_same_model_as_theta_beside_them(model_type):
     """Bit for bit the same logits, and not the class's default theta."""

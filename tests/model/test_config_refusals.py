@@ -1,4 +1,4 @@
-"""Nothing in a config.json is silently ignored: what cannot be carried out is refused by its name, before any weight is read."""
+"""No key of a config.json is silently ignored: what plait cannot carry out is refused by name and before any weight."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.test_config_cases import BASE, parsed
 
 import plait
 from plait.errors import ConfigError
 from plait.model import reader
 from plait.model.families import parse_config
+from tests.model.test_config_cases import BASE, parsed
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no heads": ("llama", {"num_attention_heads": 0}, r"num_attention_heads=0"),
     "negative kv heads": ("llama", {"num_key_value_heads": -2}, r"num_key_value_heads=-2"),
     "no layers": ("llama", {"num_hidden_layers": 0}, r"num_hidden_layers=0"),
-    "negative layers": ("gemma3_text", {"num_hidden_layers": -1}, r"num_hidden_layers=0 must"),
+    "negative layers": ("gemma3_text", {"num_hidden_layers": -1}, r"num_hidden_layers=-1 must"),
     "no vocabulary": ("llama", {"vocab_size": 0}, r"vocab_size=0"),
     "negative width": ("llama", {"intermediate_size": -4}, r"intermediate_size=-4"),
     "negative window": ("mistral", {"sliding_window": -3}, r"sliding_window=-3"),
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "yarn truncate as text": ("llama", {"rope_scaling": {**YARN, "truncate": "no"}}, r"truncate='no'"),
     "rope_theta of zero": ("llama", {"rope_theta": 0.0}, r"rope_theta=0.0 must"),
     "rope_theta as text": ("llama", {"rope_theta": "1e6"}, r"rope_theta='1e6' must"),
-    "rope_scaling that is no object": ("llama", {"rope_scaling": "linear"}, r"rope_parameters='linear'"),
+    "rope_scaling that is no object": ("llama", {"rope_scaling": "linear"}, r"rope_scaling='linear'"),
     "part of a head rotates where the class rotates it whole": (
         "llama",
         {"partial_rotary_factor": 0.5},

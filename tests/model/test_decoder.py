@@ -15,6 +15,8 @@ from plait.ops.step import StepInputs
 from plait.weights.mapping import BoundMap
 from tests.memory.tiny_decoders import CONFIGS, tiny_decoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_param_counts_are_those_of_the_parameters(family):

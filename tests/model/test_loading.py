@@ -17,6 +17,8 @@ from plait.weights.load import load
 from tests.memory.tiny_decoders import tiny_decoder
 from tests.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Tensors = dict[str, torch.Tensor]
 IDS = torch.arange(15) % 29
 
@@ -113,7 +115,10 @@ def test_a_layer_too_many_is_refused(checkpoint):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "model.layers.0.mlp.up_proj.weight"), ("gpt_neox", "gpt_neox.layers.1.attention.query_key_value.weight")],
+    [
+        ("llama", "model.layers.0.mlp.up_proj.weight"),
+        ("gpt_neox", "gpt_neox.layers.1.attention.query_key_value.weight"),
+    ],
 )
 def test_another_shape_is_refused_with_both_shapes(checkpoint, family, name):
     shape: list[tuple[int, ...]] = []

@@ -7,6 +7,7 @@ from math import ceil, floor, log, pi
 import pytest
 import torch
 
+import plait
 from plait.errors import ConfigError
 from plait.model.config import RotarySpec
 from plait.model.rope import rope_frequencies, yarn_mscale, yarn_range
@@ -15,7 +16,9 @@ from plait.ops.reference import positions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def spec(kind: str = "default", theta: float = 10_000.0, width: int = 128, context: int = 4096, **scaling) -> RotarySpec:
+def spec(
+    kind: str = "default", theta: float = 10_000.0, width: int = 128, context: int = 4096, **scaling
+) -> RotarySpec:
     return RotarySpec(kind, theta, width, width, context, scaling)
 
 
@@ -133,11 +136,14 @@ def test_frequencies_equal_those_of_transformers(name: str, theta: float, width:
 
 def test_tables_stay_exact_at_long_positions_whatever_the_models_dtype():
     """bf16 cannot hold 257; positions, frequencies and tables are fp32, only the results are cast."""
-    import plait
-    from tests.memory.tiny_decoders import CONFIGS
-
-    raw = {"vocab_size": 29, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    raw |= {"model_type": "llama", "max_position_embeddings": 8192, **CONFIGS["llama"]}
+    raw = {
+        "vocab_size": 29,
+        "hidden_size": 128,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    raw |= {"model_type": "llama", "max_position_embeddings": 8192}
     decoder = plait.from_config(raw, dtype=torch.bfloat16)
     table = decoder.rotary_tables[0]
     found = positions(torch.tensor([257, 600, 4095]), inv_freq=table.inv_freq, magnitude=table.magnitude)

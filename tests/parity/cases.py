@@ -1,4 +1,4 @@
-"""Random models of real architectures that parity is proved on: small odd sizes, every switch on somewhere and off elsewhere.
+"""Random models of real architectures for the parity tests: small odd sizes, every switch on somewhere, off elsewhere.
 
 A case is a config.json dictionary as checkpoints spell it. Old and new spellings are mixed on purpose.
 """
@@ -44,7 +44,9 @@ _llama = _family("llama", **_SMALL, num_key_value_heads=2)
 _mistral = _family("mistral", **_SMALL, num_key_value_heads=3)
 _qwen2 = _family("qwen2", **_SMALL | {"num_hidden_layers": 4}, num_key_value_heads=2)
 _qwen3 = _family("qwen3", **_SMALL, num_key_value_heads=2, head_dim=16)
-_gemma3 = _family("gemma3_text", **_SMALL | {"num_hidden_layers": 4, "hidden_size": 54}, num_key_value_heads=2, head_dim=14)
+_gemma3 = _family(
+    "gemma3_text", **_SMALL | {"num_hidden_layers": 4, "hidden_size": 54}, num_key_value_heads=2, head_dim=14
+)
 _neox = _family("gpt_neox", **_SMALL | {"hidden_size": 96, "num_attention_heads": 4})
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -109,11 +111,17 @@ CASES = (
     # mistral
     _mistral("no window", sliding_window=None, rope_theta=1000.0),
     _mistral("window 7", sliding_window=7, rms_norm_eps=0.02),
-    _mistral("window 16, head_dim 10, tied", sliding_window=16, head_dim=10, tie_word_embeddings=True, hidden_act="gelu"),
+    _mistral(
+        "window 16, head_dim 10, tied", sliding_window=16, head_dim=10, tie_word_embeddings=True, hidden_act="gelu"
+    ),
     _mistral("window 2, yarn", sliding_window=2, rope_parameters={**_YARN, "rope_theta": 100.0}, num_key_value_heads=6),
     # qwen2
-    _qwen2("window given and unused", sliding_window=8, use_sliding_window=False, max_window_layers=2, rope_theta=1000.0),
-    _qwen2("window from layer 2 upward", sliding_window=8, use_sliding_window=True, max_window_layers=2, rms_norm_eps=0.02),
+    _qwen2(
+        "window given and unused", sliding_window=8, use_sliding_window=False, max_window_layers=2, rope_theta=1000.0
+    ),
+    _qwen2(
+        "window from layer 2 upward", sliding_window=8, use_sliding_window=True, max_window_layers=2, rms_norm_eps=0.02
+    ),
     _qwen2(
         "layer_types decide, tied",
         sliding_window=5,
@@ -123,7 +131,9 @@ CASES = (
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     ),
-    _qwen2("yarn, one head per kv head", num_key_value_heads=6, rope_scaling={**_YARN, "type": "yarn"}, hidden_act="gelu"),
+    _qwen2(
+        "yarn, one head per kv head", num_key_value_heads=6, rope_scaling={**_YARN, "type": "yarn"}, hidden_act="gelu"
+    ),
     # qwen3
     _qwen3("head norms, eps 0.02", rms_norm_eps=0.02, rope_theta=1000.0),
     _qwen3("all attention biases, tied", attention_bias=True, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"),
@@ -189,7 +199,9 @@ CASES = (
     ),
     # gpt_neox
     _neox("a quarter rotates", rotary_emb_base=1000, layer_norm_eps=0.02),
-    _neox("sequential residual, no attention biases", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
+    _neox(
+        "sequential residual, no attention biases", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5
+    ),
     _neox(
         "everything rotates, tied, tanh GELU",
         rotary_pct=1.0,

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from tests.parity.cases import CASES, Case
 from tests.parity.reference import Proved, prove
+from tests.threads import one_thread
+
+__all__ = ["one_thread"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_transformers():
+    """Its warnings on scaling factors of made-up sizes, and its progress bars, would bury what the tests print."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +44,5 @@ def proved(request: pytest.FixtureRequest, proved_cases: Callable[[Case], Proved
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """These models are so small that threads only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_models(one_thread):
+    """All models here are tiny."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tests.gguf_files import write_gguf
@@ -35,8 +34,7 @@ def write_model(model: Any, path: Path, divisors: NDArray | None = None, **metad
 
 
 def _converted(config: Any, name: str, value: NDArray) -> NDArray:
-    """What llama.cpp's converters do to values: llama's q and k rows are paired up, Gemma's norms gain 1, NeoX's q, k and
-    v are taken apart."""
+    """What llama.cpp's converters do: llama's q and k rows are paired up, Gemma's norms gain 1, NeoX's q, k, v part."""
     heads = config.num_attention_heads
     if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
         count = heads if "q_proj" in name else config.num_key_value_heads

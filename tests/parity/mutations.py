@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.model.config import AttentionSpec, LayerSpec, ModelConfig, NormSpec, RotarySpec
 from plait.model.decoder import Decoder, build
+from plait.model.rope import rope_frequencies
 
 State = dict[str, Tensor]
 
@@ -103,14 +104,17 @@ def _attention_faults(c: ModelConfig) -> Iterator[tuple]:
 
 def _norm_faults(c: ModelConfig) -> Iterator[tuple]:
     if c.final_norm.eps >= 0.01:
-        yield "eps 1e-6", _norms(c, lambda n: replace(n, eps=1e-6))
-        yield "eps x2", _norms(c, lambda n: replace(n, eps=2 * n.eps))
+        yield "eps 1e-6", with_norms(c, lambda n: replace(n, eps=1e-6))
+        yield "eps x2", with_norms(c, lambda n: replace(n, eps=2 * n.eps))
     if c.final_norm.kind == "rms":
-        yield "1 + w read as w, or w as 1 + w", _norms(c, lambda n: replace(n, unit_offset=not n.unit_offset))
-        yield "layer norm for RMS norm", _norms(c, lambda n: replace(n, kind="layer", unit_offset=False), heads=False)
+        yield "1 + w read as w, or w as 1 + w", with_norms(c, lambda n: replace(n, unit_offset=not n.unit_offset))
+        yield (
+            "layer norm for RMS norm",
+            with_norms(c, lambda n: replace(n, kind="layer", unit_offset=False), heads=False),
+        )
     else:
-        yield "RMS norm for layer norm", _norms(c, lambda n: replace(n, kind="rms"))
-        yield "norm biases dropped", _norms(c, lambda n: replace(n, bias=False))
+        yield "RMS norm for layer norm", with_norms(c, lambda n: replace(n, kind="rms"))
+        yield "norm biases dropped", with_norms(c, lambda n: replace(n, bias=False))
     if c.layers[0].post_attention_norm is not None:
         yield "no norm after attention", _layers(c, lambda layer: replace(layer, post_attention_norm=None))
         yield "no norm after feed-forward", _layers(c, lambda layer: replace(layer, post_feed_forward_norm=None))
@@ -124,7 +128,7 @@ def _rotary_faults(table: RotarySpec) -> Iterator[tuple[str, RotarySpec]]:
             yield "half of the features rotate", replace(table, width=half)
     else:
         yield "all features rotate", replace(table, width=table.head_width)
-        # Exponents over the head's width instead of the rotary width: theta^(-2i/head) is (theta^(width/head))^(-2i/width).
+        # theta^(-2i/head) is (theta^(width/head))^(-2i/width).
         yield "exponents of the whole head", replace(table, theta=table.theta ** (table.width / table.head_width))
     s = table.scaling
     if table.rope_type == "default":
@@ -180,8 +184,6 @@ def _weight_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, State]]:
 
 
 def _magnitude(table: RotarySpec) -> float:
-    from plait.model.rope import rope_frequencies
-
     return rope_frequencies(table)[1]
 
 
@@ -235,7 +237,7 @@ def _with_table(c: ModelConfig, index: int, table: RotarySpec) -> ModelConfig:
     return _attention(replace(c, rotary=tables), change)
 
 
-def _norms(c: ModelConfig, change: Callable[[NormSpec], NormSpec], heads: bool = True) -> ModelConfig:
+def with_norms(c: ModelConfig, change: Callable[[NormSpec], NormSpec], heads: bool = True) -> ModelConfig:
     """Every norm of the model changed; heads: those of q and k too."""
 
     def maybe(norm: NormSpec | None) -> NormSpec | None:

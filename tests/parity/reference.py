@@ -101,9 +101,6 @@ def randomise(model: Any, seed: int) -> None:
 
 def prove(case: Case, directory: Path) -> Proved:
     """Save the reference with transformers, load it with plait, run the reference once."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     model = reference_model(case)
     model.save_pretrained(directory)
     decoder = load(directory, torch.float32)

@@ -14,7 +14,7 @@ from plait.weights.checkpoint import open_checkpoint
 from plait.weights.mapping import BoundMap
 from tests.parity.cases import CASES
 from tests.parity.forwards import dense, paged, plain, replayed, run_interpreter
-from tests.parity.reference import Proved, reference_model
+from tests.parity.reference import Proved, distance, reference_model, tolerance
 
 SHARES: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -44,16 +44,19 @@ def test_plain_forward_rounds_to_a_quarter_of_the_tolerance(proved: Proved):
     assert proved.share(logits) < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(1,), (19, 1, 4, 1, 1)], ids=["token by token", "chunks"])
 def test_dense_cache(proved: Proved, chunks: tuple[int, ...]):
     agree(proved, "dense", dense(proved.decoder, proved.ids, chunks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(57,), (11, 1, 1, 3, 9), (1,)], ids=["whole", "chunks", "token by token"])
 def test_paged_cache(proved: Proved, chunks: tuple[int, ...]):
     agree(proved, "paged", paged(proved.decoder, proved.ids, chunks))
 
 
+@pytest.mark.slow
 def test_a_recording_read_back_from_json_gives_the_eager_forward_bit_for_bit(proved: Proved):
     replay, row = replayed(proved.decoder), proved.ids[0]
     with torch.inference_mode():
@@ -65,6 +68,7 @@ def test_a_recording_read_back_from_json_gives_the_eager_forward_bit_for_bit(pro
     agree(proved, "recorded", logits)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_transformers(proved: Proved):
     """Cross-entropy of the next token; per parameter, relative to its own norm."""
     targets = proved.ids[:, 1:].flatten()
@@ -99,8 +103,21 @@ def test_both_spellings_of_the_configuration_mean_the_same(proved: Proved):
     assert replace(parse_config(proved.case.raw), **tokens) == proved.config
 
 
+@pytest.mark.slow
 def test_sdpa_and_eager_references_agree(proved_cases):
     proved = proved_cases(CASES[0])
     with torch.inference_mode():
         logits = reference_model(proved.case, "sdpa")(input_ids=proved.ids).logits
     assert proved.share(logits) < 0.25
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_of_a_gemma_whose_full_layers_are_scaled(proved_cases):
+    """Short prompts hide a scaling that is dropped, or applied to the windowed layers too."""
+    (case,) = [c for c in CASES if c.name == "linear scaling on full layers only"]
+    proved = proved_cases(case)
+    for length in (32, 2000):
+        ids = torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.inference_mode():
+            reference = proved.model(input_ids=ids).logits
+        assert distance(plain(proved.decoder, ids), reference) <= tolerance(reference)

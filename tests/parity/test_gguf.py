@@ -16,6 +16,8 @@ from tests.parity.forwards import plain
 from tests.parity.gguf_export import write_model
 from tests.parity.reference import distance, reference_model, tolerance
 
+pytestmark = pytest.mark.slow
+
 _SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 101, "max_position_embeddings": 128}
 _GROUPED = {**_SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LLAMA3 = {
@@ -36,7 +38,10 @@ def _divisors(model: Any) -> torch.Tensor:
 
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({"model_type": "llama", **_GROUPED, "rope_theta": 500.0, "rms_norm_eps": 0.02}, {"rope.freq_base": 500.0}),
+    "llama": (
+        {"model_type": "llama", **_GROUPED, "rope_theta": 500.0, "rms_norm_eps": 0.02},
+        {"rope.freq_base": 500.0},
+    ),
     "llama with biases, head width and divisors": (
         {
             "model_type": "llama",
@@ -123,7 +128,6 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_written_from(files, na
     assert distance(plain(plait.load(path, "fp32"), ids), reference) <= tolerance(reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gptneox"])
 def test_verify_compares_with_the_gguf_loader_of_transformers(files, name: str):
     _, path = files(name)
@@ -136,7 +140,24 @@ def test_verify_compares_with_the_gguf_loader_of_transformers(files, name: str):
     assert any("rope_freqs" in note for note in result.notes) == ("divisors" in name)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptneox", "llama with biases, head width and divisors"])
+def test_verify_finds_a_zeroed_layer_of_a_gguf_file(files, tmp_path, name: str):
+    """Also where the reference is made of what plait reads: of the other file, then."""
+    model, path = files(name)
+    raw, metadata = MODELS[name]
+    damaged = reference_model(Case(name, raw))
+    with torch.no_grad():
+        for parameter, weight in damaged.named_parameters():
+            if ".1." in parameter and ("dense" in parameter or "down_proj" in parameter or "o_proj" in parameter):
+                weight.zero_()
+    divisors = _divisors(model).numpy() if "divisors" in name else None
+    bad = write_model(damaged, tmp_path / "bad.gguf", divisors, **metadata)
+    options = {"length": 40, "new_tokens": 0, "threads": 1}
+    assert verify(path, reference=path, **options).passed
+    result = verify(bad, reference=path, **options)
+    assert [c.first_wrong for c in result.comparisons] == [0] * 4
+
+
 def test_verify_says_when_the_reference_shares_our_reading(files):
     _, path = files("gptneox")
     result = verify(path, length=40, new_tokens=4, threads=1, kv_memory="8MiB")

@@ -9,6 +9,8 @@ import plait
 from tests.parity.cases import CASES
 from tests.parity.reference import Proved, seed_of
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (3, 31, 50)
 COMPARED: list[bool] = []
@@ -24,7 +26,7 @@ def few_comparisons_end_early():
 
 
 def near_tie(proved: Proved, text: list[int], prompt: int) -> int:
-    """The first generated position at which the reference's two best log-probabilities are within twice the tolerance."""
+    """The first generated token at which the reference's two best log-probabilities are within twice the tolerance."""
     with torch.inference_mode():
         logits = proved.model(input_ids=torch.tensor([text])).logits[0, prompt - 1 : -1]
     best = logits.log_softmax(-1).topk(2, -1).values

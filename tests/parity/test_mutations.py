@@ -10,6 +10,8 @@ from tests.parity.forwards import plain
 from tests.parity.mutations import mutations
 from tests.parity.reference import Proved, distance
 
+pytestmark = pytest.mark.slow
+
 SEEN: dict[str, list[float]] = defaultdict(list)
 
 

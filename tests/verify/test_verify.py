@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from plait.cli.main import main
 from plait.errors import UsageError, WeightError
 from plait.verify.run import verify
+from tests.real_models import smollm2_path
 from tests.tiny import tiny_model_dir
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox")
@@ -170,3 +171,12 @@ def test_missing_transformers_is_said_with_the_command_that_installs_it(director
 def test_a_missing_checkpoint_is_a_wrong_request(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_the_default_model_agrees_with_the_gguf_loader_of_transformers():
+    result = verify(smollm2_path(), length=96, new_tokens=8, kv_memory="64MiB")
+    assert result.passed
+    assert result.notes == []
+    assert [c.name for c in result.comparisons] == ["prose", "code", "numbers", "languages", "long"]

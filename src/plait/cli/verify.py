@@ -22,15 +22,15 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="compare a checkpoint with a reference implementation, token by token",
-        description="Loads the model with plait and with transformers, in fp32 unless --dtype says otherwise, and compares"
-        " log-probabilities at every position and greedy texts. Exit status 0: they agree, 1: they differ.",
+        description="Loads the model with plait and with transformers, in fp32 unless --dtype says otherwise, and"
+        " compares log-probabilities at every position and greedy texts. Exit status 0: they agree, 1: they differ.",
     )
     add_model_argument(parser)
     parser.add_argument("--reference", metavar="PATH", help="let transformers read this checkpoint instead of MODEL")
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="a file with one prompt per line; - for standard input")
     parser.add_argument("--length", type=positive, metavar="N", help="tokens of the long built-in prompt")
-    parser.add_argument("-n", "--new-tokens", type=_count, default=32, metavar="N", help="greedy tokens per prompt (32)")
+    parser.add_argument("-n", "--new-tokens", type=_count, default=32, metavar="N", help="greedy tokens per prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_model_flags(parser)
 

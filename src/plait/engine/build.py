@@ -53,6 +53,7 @@ def build_engine(
     dtype: Any = "auto",
     device: str = "cpu",
     kv_memory: int | str | None = None,
+    kv_share: float = KV_SHARE,
     kv_dtype: str = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 32,
@@ -66,10 +67,9 @@ def build_engine(
 ) -> EngineBundle:
     """Load a model and put an engine around it.
 
-    model: None (the default model), a path, `hf:OWNER/NAME`, or a live Decoder. kv_memory: bytes of the key/value
-    pool (default:
-    half of the free memory, at most what max_num_seqs full contexts need). max_model_len: default the model's own,
-    lowered to what fits. Further options go to `Engine`. Raises PlaitError for what cannot work.
+    model: None (the default model), a path, `hf:OWNER/NAME`, or a live Decoder. kv_memory: bytes of the key/value pool;
+    default kv_share of the free memory, at most what max_num_seqs full contexts need. max_model_len: default the
+    model's own, lowered to what fits. Further options go to `Engine`. Raises PlaitError for what cannot work.
     """
     import torch
 
@@ -77,8 +77,13 @@ def build_engine(
     from plait.engine.reference_executor import ReferenceExecutor
     from plait.model.decoder import Decoder
 
+    # What can be refused without the weights is refused before they are loaded.
     if plan != "reference":
         raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
+    budget = None if kv_memory is None else parse_bytes(kv_memory)
+    _kv_dtype(kv_dtype, None)
+    if max_num_seqs > max_batched_tokens:
+        raise UsageError(f"max_num_seqs={max_num_seqs} sequences do not fit in a step of {max_batched_tokens} tokens")
     if generation_config not in ("auto", "none"):
         raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
     if device.startswith("cpu"):
@@ -98,11 +103,11 @@ def build_engine(
             f"max_model_len={wanted} is beyond the model's {config.max_positions} positions", field="max_model_len"
         )
     layout = make_layout(config.caches(), numbers.itemsize, wanted, max_batched_tokens)
-    budget = parse_bytes(kv_memory) if kv_memory is not None else int(available_memory_bytes() * KV_SHARE)
     full = layout.blocks_per_sequence(wanted, max_batched_tokens) * max_num_seqs + 1
-    num_blocks = budget // layout.block_bytes
-    if kv_memory is None:
-        num_blocks = min(num_blocks, full)
+    if budget is None:
+        num_blocks = min(int(available_memory_bytes() * kv_share) // layout.block_bytes, full)
+    else:
+        num_blocks = budget // layout.block_bytes
     length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
     executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
     engine = Engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,11 @@ from plait.engine.request import Request
 from plait.errors import EngineError, PlaitError, RequestError
 
 if TYPE_CHECKING:
-    from plait.engine.engine import EngineStats
     from plait.engine.process import EngineProcess
+    from plait.engine.stats import EngineStats
     from plait.text.tokenizer import Tokenizer
+
+log = logging.getLogger("plait.server")
 
 _CHECK_TIMEOUT_S = 10.0
 
@@ -175,6 +178,10 @@ class EngineClient:
                 self._dispatch(message)
         except EOFError:
             pass
+        except Exception as error:
+            # Nobody reads the engine's answers any longer: better an end than streams that wait for ever.
+            log.exception("the engine's answers cannot be handled")
+            reason = f"the engine's answers cannot be handled: {type(error).__name__}: {error}"
         if not self._closing:
             self._die(reason or await self._obituary())
 
@@ -216,6 +223,7 @@ class EngineClient:
 
     def _die(self, reason: str) -> None:
         self.death = reason
+        self._writer.close()
         for streams in self._streams:
             for stream in set(streams.values()):
                 stream.fail(EngineError(reason))

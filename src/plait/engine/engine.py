@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,38 +17,13 @@ from plait.engine.request import Request, RequestState, SequenceState
 from plait.engine.sampler import NOT_FINITE, Sample, Sampler
 from plait.engine.sampling_state import SamplingState
 from plait.engine.scheduler import Scheduler
+from plait.engine.stats import EngineStats, TouchedBytes
 from plait.engine.token_output import RequestTiming, TokenOutput
 from plait.engine.tokens import TokenBuffer
 from plait.errors import EngineError, RequestError
 from plait.memory.blocks import BlockManager
 
 _MAX_FAILED_STEPS = 3
-
-
-@dataclass
-class EngineStats:
-    """A snapshot. Counters count from the start; prefix_* and *_tokens are tokens; kv_usage is 0 to 1.
-
-    prefix_query_tokens, prefix_hit_tokens: prompt tokens of admitted requests, and those found in the prefix cache.
-    computed_tokens: of prompts and outputs, recomputed ones too. finished: choices by finish_reason.
-    """
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    num_free_blocks: int
-    num_blocks: int
-    steps: int
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    computed_tokens: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    recycled_blocks: int
-    cow_copies: int
-    evictions: int
-    finished: dict[str, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -99,7 +73,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.blocks = BlockManager(executor.layout, executor.num_blocks, prefix_caching, chunk_tokens=budget)
         self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_prompt_rows)
-        sampled_ids = min(vocab_limit or executor.vocab_size, executor.vocab_size)
+        sampled_ids = executor.vocab_size if vocab_limit is None else min(vocab_limit, executor.vocab_size)
         self.sampler = Sampler(sampled_ids)
         pool_tokens = longest_sequence(self.blocks, max_model_len)
         self.limits = Limits(executor.vocab_size, sampled_ids, max_model_len, pool_tokens, max_logprobs)
@@ -110,6 +84,7 @@ class Engine:
         self._weights_version = 0
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._touched = TouchedBytes(getattr(executor, "touched_bytes", None))
 
     # Requests
 
@@ -131,18 +106,18 @@ class Engine:
             timing=RequestTiming(time.monotonic() if request.arrival_s is None else request.arrival_s),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
+        first = self._new_sequence(owner, 0, TokenBuffer(request.prompt_token_ids))
         self._arrivals += 1
         self._requests[request.request_id] = owner
         self._totals["prompt_tokens"] += num_prompt
-        self.scheduler.wait(self._new_sequence(owner, 0, TokenBuffer(request.prompt_token_ids)))
+        self.scheduler.wait(first)
 
     def abort(self, request_id: str) -> list[TokenOutput]:
         """Drop a request and free its blocks at once; the last outputs of its unfinished choices. Unknown ids: none."""
         owner = self._requests.get(request_id)
         if owner is None:
             return []
-        indices = list(owner.choices) if owner.forked else list(range(owner.request.params.n))
-        return [self._finish(owner, index, TokenOutput(request_id, index), "abort") for index in indices]
+        return [self._finish(owner, i, TokenOutput(request_id, i), "abort") for i in self._unfinished(owner)]
 
     def stop(self, request_id: str, index: int = 0) -> None:
         """End one choice because the caller found a stop string in its text; no effect if it has ended already."""
@@ -169,8 +144,9 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one step and return what it brought: at most one output per choice.
 
-        A failure of one request ends that request with finish_reason "error". Raises EngineError when the
-        executor fails in several steps in a row: then the engine cannot go on.
+        A failure of one request ends that request, one of the whole step all requests that are in it, with
+        finish_reason "error". Raises EngineError when the executor fails in several steps in a row: then the engine
+        cannot go on.
         """
         counts = self.scheduler.schedule()
         if not counts and self._requests:
@@ -192,54 +168,62 @@ class Engine:
             logits = self.executor.execute(batch.token_ids, batch.inputs)
             self._check_logits(logits, batch)
         except Exception as error:  # confined to the requests of this step
+            self._failed_steps += 1
+            if self._failed_steps >= _MAX_FAILED_STEPS:
+                raise EngineError(f"{self._failed_steps} steps in a row failed, the last with: {error}") from error
             return self._fail_step(batch, error)
         self._failed_steps = 0
         self._totals["steps"] += 1
         self._totals["computed_tokens"] += len(batch.token_ids)
-        return self._digest(batch, logits)
-
-    def _digest(self, batch: Batch, logits: NDArray[np.float32]) -> list[TokenOutput]:
-        """Sample, commit what was computed, and say what is new."""
-        broken = self._collect_prompt_logprobs(batch, logits)
-        samples = self._sample(batch, logits)
         outputs: list[TokenOutput] = []
+        try:
+            self._digest(batch, logits, outputs)
+        except Exception as error:  # confined too; choices that have ended by now keep their outputs
+            outputs += self._fail_step(batch, error)
+        return outputs
+
+    def _digest(self, batch: Batch, logits: NDArray[np.float32], outputs: list[TokenOutput]) -> None:
+        """Sample, commit what was computed, and add what is new to `outputs`."""
+        broken = self._collect_prompt_logprobs(batch, logits)
+        samples = self._sample([(seq, row) for seq, row in batch.sample_rows if seq not in broken], logits)
         for seq, count in batch.counts.items():
             first = samples.get(seq)
             if seq in broken:
-                outputs += self._end_in_error(seq.owner, seq.index, NOT_FINITE)
+                outputs += self._end_in_error(seq.owner, NOT_FINITE)
                 continue
             if first is None or first[0][1].error is None:
                 self.blocks.commit(seq.held, seq.tokens.array, seq.num_computed + count)
             if first is not None:
-                outputs += self._append(seq, first)
+                self._append(seq, first, outputs)
             elif seq.remaining == 0:  # scoring: nothing to sample
                 outputs += self._end_scoring(seq.owner)
-        return outputs
 
     def _sample(
-        self, batch: Batch, logits: NDArray[np.float32]
+        self, sample_rows: list[tuple[SequenceState, int]], logits: NDArray[np.float32]
     ) -> dict[SequenceState, list[tuple[SequenceState, Sample]]]:
         """Samples per scheduled sequence: its own first, then those of choices that begin with it."""
-        if not batch.sample_rows:
+        if not sample_rows:
             return {}
         groups: list[list[SequenceState]] = []
-        for seq, _ in batch.sample_rows:
+        for seq, _ in sample_rows:
             owner, group = seq.owner, [seq]
             if not owner.forked:
-                owner.forked = True
                 prompt = owner.request.prompt_token_ids
                 group += [self._new_sequence(owner, i, TokenBuffer(prompt)) for i in range(1, owner.request.params.n)]
+                owner.forked = True
             groups.append(group)
-        rows = [row for (_, row), group in zip(batch.sample_rows, groups, strict=True) for _ in group]
+        rows = [row for (_, row), group in zip(sample_rows, groups, strict=True) for _ in group]
         if rows != list(range(len(logits))):
             logits = logits[rows]
         samples = iter(self.sampler.sample(logits, [seq.sampling for group in groups for seq in group]))
         return {group[0]: [(seq, next(samples)) for seq in group] for group in groups}
 
-    def _append(self, leader: SequenceState, samples: list[tuple[SequenceState, Sample]]) -> list[TokenOutput]:
+    def _append(
+        self, leader: SequenceState, samples: list[tuple[SequenceState, Sample]], outputs: list[TokenOutput]
+    ) -> None:
         """Add each sample to its choice; choices that begin here get the leader's blocks. The leader itself goes last,
         because its end frees the blocks that the others fork."""
-        outputs = []
+        start = len(outputs)
         for seq, sample in samples[1:] + samples[:1]:
             owner = seq.owner
             output = TokenOutput(owner.request.request_id, seq.index, num_cached_tokens=owner.num_cached_tokens or 0)
@@ -259,11 +243,10 @@ class Engine:
             if seq is not leader and reason is None:
                 self._start_fork(seq, leader)
             outputs.append(output if reason is None else self._finish(owner, seq.index, output, reason))
-        outputs.sort(key=lambda o: o.index)
+        outputs[start:] = sorted(outputs[start:], key=lambda o: o.index)
         owner = leader.owner
         if owner.prompt_logprobs is not None:
-            outputs[0].prompt_logprobs, owner.prompt_logprobs = owner.prompt_logprobs, None
-        return outputs
+            outputs[start].prompt_logprobs, owner.prompt_logprobs = owner.prompt_logprobs, None
 
     def _start_fork(self, seq: SequenceState, leader: SequenceState) -> None:
         if len(self.scheduler.running) < self.scheduler.max_num_seqs:
@@ -310,7 +293,8 @@ class Engine:
     def _finish(self, owner: RequestState, index: int, output: TokenOutput, reason: str) -> TokenOutput:
         seq = owner.choices.pop(index, None)
         if seq is not None and (seq.blocks is not None or seq in self.scheduler.waiting):
-            self.scheduler.remove(seq)
+            # Keys and values that gave such logits must not be found by anybody else.
+            self.scheduler.remove(seq, forget=output.error == NOT_FINITE)
         self._finished[reason] += 1
         if not owner.choices:
             self._requests.pop(owner.request.request_id, None)
@@ -321,21 +305,26 @@ class Engine:
         return output
 
     def _fail_step(self, batch: Batch, error: Exception) -> list[TokenOutput]:
-        self._failed_steps += 1
-        if self._failed_steps >= _MAX_FAILED_STEPS:
-            raise EngineError(f"{self._failed_steps} steps in a row failed, the last with: {error}") from error
         message = f"the step failed: {type(error).__name__}: {error}"
-        return [o for seq in batch.counts for o in self._end_in_error(seq.owner, seq.index, message)]
+        owners = dict.fromkeys(seq.owner for seq in batch.counts)
+        return [o for owner in owners for o in self._end_in_error(owner, message)]
 
     def _give_up_on_first(self) -> list[TokenOutput]:
         """Nothing can be scheduled although requests wait: a fault, but only the first one pays for it."""
         queue = self.scheduler.waiting or self.scheduler.running
         if not queue:
             raise EngineError("the engine holds requests that are in no queue")
-        return self._end_in_error(queue[0].owner, queue[0].index, "the request cannot be scheduled in an empty pool")
+        return self._end_in_error(queue[0].owner, "the request cannot be scheduled in an empty pool")
 
-    def _end_in_error(self, owner: RequestState, index: int, message: str) -> list[TokenOutput]:
-        indices = [index] if owner.forked else range(owner.request.params.n)
+    def _unfinished(self, owner: RequestState) -> list[int]:
+        """Choices that have not ended, whether they exist yet or not."""
+        if self._requests.get(owner.request.request_id) is not owner:
+            return []
+        return list(owner.choices) if owner.forked else list(range(owner.request.params.n))
+
+    def _end_in_error(self, owner: RequestState, message: str) -> list[TokenOutput]:
+        """End every choice of a request: one that would be left over might never be scheduled again."""
+        indices = self._unfinished(owner)
         outputs = [TokenOutput(owner.request.request_id, i, error=message) for i in indices]
         return [self._finish(owner, output.index, output, "error") for output in outputs]
 
@@ -381,6 +370,7 @@ class Engine:
             recycled_blocks=blocks.recycled_blocks,
             cow_copies=blocks.cow_copies,
             evictions=blocks.evictions,
+            kv_touched_bytes=self._touched.read(),
             finished=dict(self._finished),
         )
 

@@ -16,10 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.engine.channel import Channel, ModelHealth, ModelInfo, encode
+from plait.engine.request import Request
+from plait.engine.token_output import TokenOutput
 from plait.errors import EngineError, PlaitError, RequestError
 
 if TYPE_CHECKING:
@@ -109,24 +112,24 @@ def _die_with(parent: int) -> None:
 
 
 def _read(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
+    status = 1
     try:
         while True:
             inbox.put(channel.receive())
     except EOFError:
-        os._exit(_LOST_PARENT)  # whatever the main thread is doing, nobody waits for it any longer
+        status = _LOST_PARENT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # whatever the main thread is doing, nobody can talk with it any longer
 
 
 def _build(options: list[dict[str, Any]]) -> list[EngineBundle]:
     from plait.engine.build import KV_SHARE, build_engine
-    from plait.kernels.native import available_memory_bytes
 
-    bundles = []
-    for own in options:
-        if len(options) > 1 and own.get("kv_memory") is None:
-            # The pools' pages are touched later: what is free now must do for all of them.
-            own = {**own, "kv_memory": int(available_memory_bytes() * KV_SHARE / len(options))}
-        bundles.append(build_engine(**own))
-    return bundles
+    # The pools' pages are touched later: what is free now must do for all of them.
+    share = KV_SHARE / len(options)
+    return [build_engine(kv_share=share, **own) for own in options]
 
 
 def _info(bundle: EngineBundle, options: dict[str, Any]) -> ModelInfo:
@@ -167,8 +170,13 @@ class EngineLoop:
                     self._channel.send(("step", steps))
         except EOFError:
             return _LOST_PARENT
-        except EngineError as error:
-            self._channel.send(("broken", str(error)))
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, EngineError):
+                traceback.print_exc()
+                reason = f"the engine failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(EOFError):
+                self._channel.send(("broken", reason))
             return 1
 
     def _take_messages(self, touched: dict[int, list[Any]], wait: bool) -> bool:
@@ -191,6 +199,9 @@ class EngineLoop:
                     self._engines[model].add_request(request)
                 except RequestError as error:
                     self._channel.send(("refused", model, request.request_id, str(error), error.field))
+                except Exception as error:  # confined to the one request, which the engine does not have then
+                    traceback.print_exc()
+                    touched[model] += _failed(request, f"{type(error).__name__}: {error}")
             case ("stop", model, request_id, choice):
                 self._engines[model].stop(request_id, choice)
                 touched.setdefault(model, [])
@@ -202,6 +213,14 @@ class EngineLoop:
                 self._channel.send(("terminated",))
 
 
+def _failed(request: Request, message: str) -> list[TokenOutput]:
+    """The last outputs of all choices of a request that failed before it began."""
+    return [
+        TokenOutput(request.request_id, index, finish_reason="error", error=message)
+        for index in range(request.params.n)
+    ]
+
+
 def _health(engine: Any) -> ModelHealth:
     stats = engine.stats()
     integrity = "busy"
@@ -209,6 +228,6 @@ def _health(engine: Any) -> ModelHealth:
         try:
             engine.check_integrity()
             integrity = "ok"
-        except EngineError as error:
-            integrity = str(error)
+        except Exception as error:  # a check that stumbles over broken accounts says so as well
+            integrity = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
     return ModelHealth(integrity, stats.num_blocks, stats.num_free_blocks)

@@ -45,13 +45,13 @@ class Scheduler:
         """Let a sequence that has blocks take part in the next steps."""
         insort(self.running, seq, key=_KEY)
 
-    def remove(self, seq: SequenceState) -> None:
-        """Forget a sequence and free its blocks at once."""
+    def remove(self, seq: SequenceState, forget: bool = False) -> None:
+        """Drop a sequence and free its blocks at once. forget: what they hold leaves the prefix cache too."""
         if seq.blocks is None:
             self.waiting.remove(seq)
         else:
             self.running.remove(seq)
-            self._release(seq)
+            self._release(seq, forget)
         self._too_few = None
 
     def preempt(self, seq: SequenceState) -> None:
@@ -111,8 +111,8 @@ class Scheduler:
             owner.num_cached_tokens = blocks.num_cached_tokens
         return True
 
-    def _release(self, seq: SequenceState) -> None:
-        self.manager.free(seq.held)
+    def _release(self, seq: SequenceState, forget: bool = False) -> None:
+        self.manager.free(seq.held, forget)
         seq.blocks = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from plait.errors import UsageError
 from plait.ops import functional as ops
 from plait.ops.spec import AttendSpec
 from plait.ops.step import StepInputs
@@ -22,7 +23,7 @@ class MemoryStep:
 
         The step's keys are written first, so its later queries see them under the causal rule.
         """
-        return ops.attend(q, k, v, layer, spec, self)
+        return ops.attend(q, k, v, layer=layer, spec=spec, memory=self)
 
     def attend_tensors(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
         """The reference of `attend` on tensors; each memory has its own."""
@@ -34,6 +35,13 @@ class Memory(Protocol):
 
     def begin(self, ids: Any, inputs: StepInputs | None) -> MemoryStep:
         """Prepare one step over ids [B, T] or flat [N]."""
+
+
+def refuse_inputs(inputs: StepInputs, memory: str, *names: str) -> None:
+    """UsageError for the first of these inputs that is given: this memory would ignore it."""
+    for name in names:
+        if getattr(inputs, name) is not None:
+            raise UsageError(f"{memory} takes no {name}")
 
 
 class SymbolicMemory:

@@ -102,6 +102,13 @@ class BlockPool:
             node.blocks[slot] = block
             self.entries[block] = (tree, node, slot)
 
+    def forget(self, block: int) -> None:
+        """A listed block's content can not be found any more; a cached block becomes free, a held one stays held."""
+        self._forget(block)
+        if block in self.cached:
+            del self.cached[block]
+            self.free.append(block)
+
     def forget_all(self) -> None:
         """No content can be found any more; held blocks stay held, the trees are cleared by the caller."""
         self.entries = [None] * self.num_blocks

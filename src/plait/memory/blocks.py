@@ -191,10 +191,18 @@ class BlockManager:
         self._settle(twin)
         return twin
 
-    def free(self, seq: SequenceBlocks) -> None:
-        """Give all blocks back. Those in the prefix cache stay findable, and of them the tail is reused first."""
+    def free(self, seq: SequenceBlocks, forget: bool = False) -> None:
+        """Give all blocks back. Those in the prefix cache stay findable, and of them the tail is reused first.
+
+        forget: the content is bad. Every block of this prefix, whoever computed it, leaves the prefix cache, and what
+        continues the prefix beyond its last full block does so too; live sequences keep their blocks.
+        """
         self._check_live(seq)
         seq.freed = True
+        if forget and seq.epoch == self._epoch:
+            for tree, node in zip(self.cache.trees, seq.cursors, strict=False):
+                for block in tree.blocks_along(node):
+                    self.pool.forget(block)
         groups, columns = np.nonzero(seq.table)
         position = columns * np.array(self._block_tokens)[groups]
         tail_first = np.argsort(-position, kind="stable")

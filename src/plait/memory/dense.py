@@ -9,9 +9,8 @@ from torch import Tensor
 
 from plait.errors import UsageError
 from plait.memory.attention import masked_attention
-from plait.memory.base import MemoryStep
-from plait.memory.layout import LayerCache
-from plait.ops.spec import AttendSpec
+from plait.memory.base import MemoryStep, refuse_inputs
+from plait.ops.spec import AttendSpec, LayerCache
 from plait.ops.step import StepInputs
 
 
@@ -50,8 +49,7 @@ class DenseMemory:
         inputs = inputs or StepInputs()
         if ids.ndim != 2 or ids.shape[0] != self._valid.shape[0]:
             raise UsageError(f"dense memory of {self._valid.shape[0]} rows needs ids [B, T], got {tuple(ids.shape)}")
-        if inputs.segment_ids is not None or inputs.sequences is not None:
-            raise UsageError("dense memory takes neither segment_ids nor sequences; use no memory or paged memory")
+        refuse_inputs(inputs, "dense memory", "segment_ids", "sequences", "adapter_ids")
         start, end = self.length, self.length + ids.shape[1]
         self._reserve(end)
         mask = inputs.token_mask

@@ -12,27 +12,9 @@ from math import ceil
 from typing import Any
 
 from plait.errors import ConfigError
+from plait.ops.spec import LayerCache
 
 DEFAULT_BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """What one layer keeps per token.
-
-    num_kv_heads rows of key_width and of value_width numbers (a latent layer: one head whose value is
-    a view of the key, so value_width 0). window: 0 for full attention, else a key is visible iff
-    0 <= query - key < window.
-    """
-
-    num_kv_heads: int
-    key_width: int
-    value_width: int
-    window: int = 0
-
-    @property
-    def numbers_per_token(self) -> int:
-        return self.num_kv_heads * (self.key_width + self.value_width)
 
 
 @dataclass(frozen=True)

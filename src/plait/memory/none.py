@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.memory.attention import masked_attention
-from plait.memory.base import MemoryStep
+from plait.memory.base import MemoryStep, refuse_inputs
 from plait.ops.spec import AttendSpec
 from plait.ops.step import StepInputs
 
@@ -19,7 +19,9 @@ class NoMemory:
         self.dropout = dropout
 
     def begin(self, ids: Tensor, inputs: StepInputs | None) -> NoMemoryStep:
-        return NoMemoryStep(ids, inputs or StepInputs(), self.dropout)
+        inputs = inputs or StepInputs()
+        refuse_inputs(inputs, "a forward without memory", "adapter_ids")
+        return NoMemoryStep(ids, inputs, self.dropout)
 
 
 class NoMemoryStep(MemoryStep):

@@ -77,6 +77,17 @@ class PrefixTree:
             nodes.append(node)
         return nodes
 
+    def blocks_along(self, node: PrefixNode) -> list[int]:
+        """The listed blocks of all prefixes of `node`, of itself, and of everything that continues it."""
+        nodes = [node]
+        for current in nodes:  # grows while it is read
+            nodes.extend(current.children.values())
+        parent = node.parent
+        while parent is not None:
+            nodes.append(parent)
+            parent = parent.parent
+        return [block for current in nodes for block in current.blocks if block]
+
     def prune(self, node: PrefixNode) -> None:
         """Drop `node`, and then its parents, if nothing needs it any more."""
         current: PrefixNode | None = node

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from plait.errors import ConfigError
-from plait.memory.layout import LayerCache
-from plait.ops.spec import AttendSpec, Pairing
+from plait.ops.spec import AttendSpec, LayerCache, Pairing
 
 
 @dataclass(frozen=True)

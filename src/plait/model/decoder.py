@@ -98,10 +98,11 @@ class Decoder(nn.Module):
         if memory is None:
             memory = NoMemory(c.attention_dropout if self.training else 0.0)
         step = memory.begin(ids, inputs)
-        x = ops.embed(ids, self.model.embed_tokens.weight, c.embedding_scale, c.round_embedding_scale)
+        table = self.model.embed_tokens.weight
+        x = ops.embed(ids, table, scale=c.embedding_scale, round_scale=c.round_embedding_scale)
         if self.training and c.hidden_dropout:
-            x = ops.dropout(x, c.hidden_dropout)
-        angles = [ops.positions(step.positions, table) for table in self.rotary_tables]
+            x = ops.dropout(x, p=c.hidden_dropout)
+        angles = [ops.positions(step.positions, inv_freq=t.inv_freq, magnitude=t.magnitude) for t in self.rotary_tables]
         for index, layer in enumerate(self.model.layers):
             x = layer(x, index, angles, step)
             if trace is not None and index in trace.layers:
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., D]."""
         x = ops.logits(hidden, self.lm_head.weight)
-        return ops.soft_cap(x, self.config.logit_soft_cap) if self.config.logit_soft_cap else x
+        return ops.soft_cap(x, limit=self.config.logit_soft_cap) if self.config.logit_soft_cap else x
 
     def param_counts(self) -> dict[str, int]:
         """Parameters by part: total, active, embedding, head, attention, ffn_total, norms."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.memory.layout import LayerCache
 from plait.model.families import parse_config
 from plait.model.kv_arithmetic import CacheFacts, facts_of
+from plait.ops.spec import LayerCache
 
 
 def known_models() -> list[CacheFacts]:

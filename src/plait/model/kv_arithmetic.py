@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import UsageError
-from plait.memory.layout import LayerCache, make_layout
+from plait.memory.layout import make_layout
 from plait.model.config import ModelConfig
+from plait.ops.spec import LayerCache
 
 BF16_BYTES = 2
 DEFAULT_CONTEXT = 32_768

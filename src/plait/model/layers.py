@@ -32,9 +32,9 @@ class Norm(nn.Module):
     def forward(self, x: Any) -> Any:
         s = self.spec
         if s.kind == "layer":
-            return ops.layer_norm(x, self.weight, self.bias, s.eps)
+            return ops.layer_norm(x, self.weight, self.bias, eps=s.eps)
         norm = ops.head_norm if self.per_head else ops.rms_norm
-        return norm(x, self.weight, s.eps, s.unit_offset, s.fp32_weight)
+        return norm(x, self.weight, eps=s.eps, unit_offset=s.unit_offset, fp32_weight=s.fp32_weight)
 
 
 class Attention(nn.Module):
@@ -57,17 +57,17 @@ class Attention(nn.Module):
     def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
         """x [..., D]; angles: per rotary table [..., 2, d/2]."""
         s = self.spec
-        q = ops.view(self.q_proj(x), (s.num_heads, s.key_width))
-        k = ops.view(self.k_proj(x), (s.num_kv_heads, s.key_width))
-        v = ops.view(self.v_proj(x), (s.num_kv_heads, s.value_width))
+        q = ops.view(self.q_proj(x), tail=(s.num_heads, s.key_width))
+        k = ops.view(self.k_proj(x), tail=(s.num_kv_heads, s.key_width))
+        v = ops.view(self.v_proj(x), tail=(s.num_kv_heads, s.value_width))
         if s.head_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if s.rotary is not None:
             turn = angles[s.rotary.table]
-            q = ops.rotate(q, turn, s.rotary.width, s.rotary.pairing)
-            k = ops.rotate(k, turn, s.rotary.width, s.rotary.pairing)
+            q = ops.rotate(q, turn, width=s.rotary.width, pairing=s.rotary.pairing)
+            k = ops.rotate(k, turn, width=s.rotary.width, pairing=s.rotary.pairing)
         heads = memory.attend(layer, q, k, v, self.attend)
-        return self.o_proj(ops.view(heads, (s.num_heads * s.value_width,), drop=2))
+        return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
 
 
 class FeedForward(nn.Module):
@@ -84,8 +84,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Any) -> Any:
         kind = self.spec.activation
         if self.spec.gated:
-            return self.down_proj(ops.gate(self.gate_proj(x), self.up_proj(x), kind))
-        return self.down_proj(ops.activate(self.up_proj(x), kind))
+            return self.down_proj(ops.gate(self.gate_proj(x), self.up_proj(x), kind=kind))
+        return self.down_proj(ops.activate(self.up_proj(x), kind=kind))
 
 
 class Layer(nn.Module):
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
     def _branch(self, y: Any, norm: Norm | None) -> Any:
         y = _apply(norm, y)
-        return ops.dropout(y, self.dropout) if self.training and self.dropout else y
+        return ops.dropout(y, p=self.dropout) if self.training and self.dropout else y
 
 
 def _norm(spec: NormSpec | None, width: int) -> Norm | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 from plait.errors import ConfigError
@@ -79,6 +81,8 @@ ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "proportional": (frozenset(), frozenset({"factor"})),
 }
+MAX_LAYERS = 10_000
+_MAX_INTEGER = 2**63 - 1
 ROPE_LATER = ("longrope", "su", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -118,8 +122,15 @@ class ConfigReader:
             value = default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{key}={value!r} in config.json must be a whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _MAX_INTEGER:
+            raise ConfigError(f"{key}={_short(value)} in config.json must be a whole number of at most 64 bits")
+        return value
+
+    def num_layers(self) -> int:
+        """`num_hidden_layers`, checked before anything is built for every layer."""
+        value = self.integer("num_hidden_layers")
+        if not 1 <= value <= MAX_LAYERS:
+            raise ConfigError(f"num_hidden_layers={value} must be at least 1 and at most {MAX_LAYERS}")
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
@@ -127,19 +138,26 @@ class ConfigReader:
         self._seen.add(key)
         return default if self.raw.get(key) is None else self.integer(key)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; `default` (else the class's) where the key is absent or null."""
+    def number(self, key: str, default: float | None = None, low: float = -inf, below: float = inf) -> float:
+        """A finite number in [low, below); `default` (else the class's) where the key is absent or null."""
         value = self(key)
         if value is None:
             value = default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or value != value
-            or abs(value) == float("inf")
-        ):
-            raise ConfigError(f"{key}={value!r} in config.json must be a finite number")
+        if not _is_number(value):
+            raise ConfigError(f"{key}={_short(value)} in config.json must be a finite number")
+        if not low <= value < below:
+            least = "" if low == -inf else f" of at least {low:g}"
+            raise ConfigError(f"{key}={value!r} must be a number{least}" + ("" if below == inf else f" below {below:g}"))
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; `default` (else the class's) where the key is absent or null."""
+        value = self(key)
+        return _positive(key, default if value is None else value)
+
+    def dropout(self, key: str) -> float:
+        """A probability in [0, 1); absent or null is 0."""
+        return self.number(key, 0.0, low=0.0, below=1.0)
 
     def flag(self, key: str) -> bool:
         """True or false; null counts as the class's default."""
@@ -154,33 +172,45 @@ class ConfigReader:
         """A token id or a list of them, as a tuple; null is none."""
         value = self(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not all(_is_token_id(i) for i in ids):
             raise ConfigError(f"{key}={value!r} in config.json must be a token id, a list of them, or null")
         return tuple(ids)
+
+    def token_id(self, key: str) -> int | None:
+        """One token id; null is none."""
+        value = self(key)
+        if value is not None and not _is_token_id(value):
+            raise ConfigError(f"{key}={value!r} in config.json must be a token id or null")
+        return value
 
     def layer_types(self, num_layers: int) -> list[str] | None:
         """`layer_types`, checked for its length and for the two kinds that exist here."""
         types = self.given("layer_types")
         if types is None:
             return None
+        if not isinstance(types, list):
+            raise ConfigError(f"layer_types={types!r} in config.json must be a list")
         if len(types) != num_layers:
             raise ConfigError(f"layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
-        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
         if unknown:
             raise ConfigError(f"layer_types has {unknown[0]!r}; supported are full_attention and sliding_attention")
         return list(types)
 
     def rope_block(self) -> dict[str, Any]:
         """`rope_parameters` (transformers 5) or `rope_scaling` (transformers 4), whichever is given; a copy."""
-        old, new = self.given("rope_scaling"), self.given("rope_parameters")
+        old, new = self._object("rope_scaling"), self._object("rope_parameters")
         if old and new and old != new:
             log.warning(
                 "config.json has both rope_scaling and rope_parameters; rope_scaling is used, as transformers does"
             )
-        block = old or new or {}
-        if not isinstance(block, Mapping):
-            raise ConfigError(f"rope_parameters={block!r} in config.json must be an object")
-        return dict(block)
+        return dict(old or new)
+
+    def _object(self, key: str) -> Mapping[str, Any]:
+        value = self.given(key, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key}={value!r} in config.json must be an object")
+        return value
 
     def rotary(
         self,
@@ -199,7 +229,7 @@ class ConfigReader:
         old, new = block.pop("type", None), block.pop("rope_type", None)
         if old and new and old != new:
             log.warning("rope scaling names type=%r and rope_type=%r; rope_type is used", old, new)
-        kind = new or old or "default"
+        kind = next((name for name in (new, old) if name is not None), "default")
         if kind in ROPE_LATER:
             raise ConfigError(f"rope_type={kind!r} is not supported yet (supported: {', '.join(ROPE_KEYS)})")
         if not isinstance(kind, str) or kind not in ROPE_KEYS:
@@ -213,6 +243,8 @@ class ConfigReader:
                 raise ConfigError(f"partial_rotary_factor={own_partial!r}: a {self.model_type} rotates whole heads")
             partial = 1.0
         partial = _positive("partial_rotary_factor", partial if own_partial is None else own_partial)
+        if kind == "yarn" and theta <= 1:
+            raise ConfigError(f"rope_theta={theta!r} must be above 1 for rope_type='yarn'")
         needed, optional = ROPE_KEYS[kind]
         for key in needed - block.keys():
             raise ConfigError(f"rope_type={kind!r} needs the key {key!r}")
@@ -222,7 +254,8 @@ class ConfigReader:
                 self._unread(f"rope_parameters.{key}", value, known=False)
         if kind in ("llama3", "yarn"):
             # A value at the top level of config.json outranks the block's, and the context itself is the fallback.
-            block[_ORIGINAL] = self.given(_ORIGINAL) or block.get(_ORIGINAL) or max_positions
+            own = block.get(_ORIGINAL)
+            block[_ORIGINAL] = self.given(_ORIGINAL, max_positions if own is None else own)
         for key, value in block.items():
             if key == "truncate":
                 if not isinstance(value, bool | None):
@@ -232,9 +265,8 @@ class ConfigReader:
         width = head_width if kind == "proportional" else int(head_width * partial)
         if kind == "proportional":
             block["partial_rotary_factor"] = partial
-        divisors = self.given("rope_divisors")
         scaling = {k: v for k, v in block.items() if v is not None or k == "factor"}
-        return RotarySpec(kind, theta, width, head_width, max_positions, scaling, tuple(divisors) if divisors else None)
+        return RotarySpec(kind, theta, width, head_width, max_positions, scaling)
 
     def finish(self) -> None:
         """Account for every key that the family did not ask for (see the module's docstring)."""
@@ -257,9 +289,26 @@ class ConfigReader:
         log.warning("%s; ignored", message)
 
 
+def _is_number(value: Any) -> bool:
+    """A number that a float can hold and that is finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # also False for NaN
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INTEGER
+
+
 def _positive(key: str, value: Any, zero: bool = False) -> float:
     """A finite number above 0 (or at least 0); ConfigError naming the key otherwise."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < float("inf")
-    if not number or not (value > 0 or (zero and value == 0)):
-        raise ConfigError(f"{key}={value!r} must be a positive number")
+    if not _is_number(value) or not (value > 0 or (zero and value == 0)):
+        raise ConfigError(f"{key}={_short(value)} must be a positive number")
     return float(value)
+
+
+def _short(value: Any) -> str:
+    """The value for an error line; an integer of thousands of digits is not written out."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)

@@ -63,8 +63,6 @@ def _attributes(op: Op) -> dict[str, Any]:
     attrs = dict(op.attrs)
     if "spec" in attrs:
         attrs["spec"] = AttendSpec(**attrs["spec"])
-    if "inv_freq" in attrs:
-        attrs["inv_freq"] = tuple(attrs["inv_freq"])
     return attrs
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import RecordingError
-from plait.memory.layout import LayerCache
+from plait.ops.spec import LayerCache
 
 FORMAT = 1
 Shape = tuple[int | str, ...]
@@ -137,7 +137,3 @@ class Recording:
 def _weight(data: list[Any]) -> WeightRef:
     name, shape, form, layout, rows, version = data
     return WeightRef(name, tuple(shape), form, layout, rows and tuple(rows), version)
-
-
-def at_version(ref: WeightRef, version: int) -> WeightRef:
-    return replace(ref, version=version)

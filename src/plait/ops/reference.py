@@ -7,7 +7,6 @@ Leading axes are free: [N, ...] in serving, [B, T, ...] in training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,14 +22,9 @@ def embed(ids: Tensor, table: Tensor, *, scale: float = 1.0, round_scale: bool =
     return x * (torch.tensor(scale, dtype=x.dtype) if round_scale else scale)
 
 
-@lru_cache(maxsize=64)
-def _frequencies(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(inv_freq, dtype=torch.float32, device=device)
-
-
 def positions(position: Tensor, *, inv_freq: Sequence[float], magnitude: float = 1.0) -> Tensor:
     """cos and sin of position * inv_freq, in fp32: positions [...] -> [..., 2, d/2]."""
-    angle = position.unsqueeze(-1).float() * _frequencies(tuple(inv_freq), position.device)
+    angle = position.unsqueeze(-1).float() * torch.tensor(inv_freq, dtype=torch.float32, device=position.device)
     table = torch.stack((angle.cos(), angle.sin()), dim=-2)
     return table if magnitude == 1.0 else table * magnitude
 

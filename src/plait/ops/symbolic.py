@@ -106,6 +106,7 @@ class Recorder:
                 _outside(f"{name} with an operand of type {type(operand).__name__}")
         refs = tuple(self._reference(w) for w in weights)
         values = [i.value for i in inputs]
+        attrs = {key: list(value) if isinstance(value, tuple) else value for key, value in attrs.items()}
         outputs = tuple(self._new(v) for v in OPERATIONS[name].infer(values, refs, attrs))
         self._ops.append(Op(name, tuple(i.number for i in inputs), tuple(o.number for o in outputs), refs, attrs))
         return outputs[0] if len(outputs) == 1 else outputs

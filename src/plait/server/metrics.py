@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from plait.engine.engine import EngineStats
+    from plait.engine.stats import EngineStats
     from plait.engine.token_output import RequestTiming
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -23,6 +23,7 @@ _GAUGES = (
     ("kv_cache_usage_perc", "Share of the key/value blocks that requests hold, 0 to 1.", "kv_usage"),
     ("kv_cache_blocks", "Blocks of the key/value pool.", "num_blocks"),
     ("kv_cache_free_blocks", "Blocks that no request holds.", "num_free_blocks"),
+    ("kv_pool_touched_bytes", "Bytes of the key/value pool that lie in memory.", "kv_touched_bytes"),
 )
 _COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_query_tokens"),
@@ -47,7 +48,8 @@ class _EngineCollector(Collector):
         for metric, text, attribute in _GAUGES:
             gauge = GaugeMetricFamily(f"plait_{metric}", text, labels=["model_name"])
             for name, stats in known:
-                gauge.add_metric([name], getattr(stats, attribute))
+                if (value := getattr(stats, attribute)) is not None:
+                    gauge.add_metric([name], value)
             yield gauge
         for metric, text, attribute in _COUNTERS:
             counter = CounterMetricFamily(f"plait_{metric}", text, labels=["model_name"])

@@ -16,15 +16,15 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 _SLICE = 64  # positions compared at once: two log-softmaxes of a large vocabulary need memory
 
 Logits = Callable[[list[int]], Tensor]
-Greedy = Callable[[list[int], int], list[int]]
+Greedy = Callable[[list[tuple[list[int], int]]], list[list[int]]]  # (prompt, number of tokens) -> tokens of each
 
 
 @dataclass
 class Comparison:
     """One prompt, teacher-forced along the reference's own continuation.
 
-    deltas: max |Δ log p| over the vocabulary per position (of the prediction after that token; not a number where plait's
-    logits are not). same_top: per position, whether both rank the same token first; the lower id wins a tie.
+    deltas: per position (of the prediction after that token) max |Δ log p| over the vocabulary; NaN where plait's
+    logits are no numbers. same_top: per position, whether both rank the same token first; the lower id wins a tie.
     mean_delta: of |Δ log p| over positions and tokens.
     """
 
@@ -94,19 +94,20 @@ def compare(
     """Compare on every prompt; reference: has `logits` and `greedy`. advance: called after each prompt.
 
     The reference continues the prompt greedily by `new_tokens` (as far as the positions reach); both models then
-    read prompt and continuation, and plait continues the prompt through its own cache.
+    read prompt and continuation, and plait continues all prompts in one batch through its own cache.
     """
+    counts = [max(min(new_tokens, max_positions - len(p.token_ids)), 0) for p in prompts]
+    going_on = [(p.token_ids, n) for p, n in zip(prompts, counts, strict=True) if n]
+    texts = iter(ours_greedy(going_on) if going_on else [])
     results = []
-    for prompt in prompts:
-        count = min(new_tokens, max_positions - len(prompt.token_ids))
-        text = reference.greedy(prompt.token_ids, count) if count > 0 else []
+    for prompt, count in zip(prompts, counts, strict=True):
+        text = reference.greedy(prompt.token_ids, count) if count else []
         ids = prompt.token_ids + text
         expected = reference.logits(ids)
         result = compare_logits(prompt, ids, ours(ids), expected, TOLERANCES[dtype])
         if text:
-            mine = ours_greedy(prompt.token_ids, len(text))
             rows = expected[len(prompt.token_ids) - 1 : -1]
-            result.greedy = GreedyComparison(text, mine, first_near_tie(rows, 2 * result.tolerance))
+            result.greedy = GreedyComparison(text, next(texts), first_near_tie(rows, 2 * result.tolerance))
         results.append(result)
         advance()
     return results

@@ -37,7 +37,9 @@ def given_prompts(texts: Sequence[str], tokenizer: Any, config: ModelConfig) -> 
     prompts = [Prompt(f"prompt {i}", tokenizer.encode(text)) for i, text in enumerate(texts, 1)]
     for prompt in prompts:
         if not 0 < len(prompt.token_ids) <= config.max_positions:
-            raise UsageError(f"{prompt.name} has {len(prompt.token_ids)} tokens; the model takes 1 to {config.max_positions}")
+            raise UsageError(
+                f"{prompt.name} has {len(prompt.token_ids)} tokens; the model takes 1 to {config.max_positions}"
+            )
     return prompts
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from math import isclose
 from typing import Any
 
@@ -15,8 +17,9 @@ from plait.errors import ConfigError, UsageError, WeightError
 from plait.model.decoder import Decoder
 from plait.model.families import parse_config
 from plait.weights.checkpoint import Checkpoint
+from plait.weights.load import load
 
-MISSING = "plait verify compares with transformers, which is not installed here: pip install transformers gguf accelerate"
+MISSING = "plait verify compares with transformers, which is not here: pip install transformers gguf accelerate"
 
 
 @dataclass
@@ -53,11 +56,12 @@ class Reference:
         return torch.tensor([ids], device=self.model.device)
 
 
-def load_reference(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype, device: str) -> Reference:
+def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch.dtype, device: str) -> Reference:
     """The checkpoint through transformers: a directory by its own loader, GGUF by its GGUF loader.
 
-    decoder: the model under test; its weights are used, and that is said, where transformers cannot read the
-    GGUF architecture. Raises UsageError where transformers is missing, WeightError where it cannot load the model.
+    decoder: what plait made of this checkpoint, None if it has not read it yet; its weights are used, and that is said,
+    where transformers cannot read the GGUF architecture. Raises UsageError where transformers is missing, WeightError
+    where it cannot load the model.
     """
     try:
         import transformers
@@ -67,12 +71,8 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype,
     transformers.utils.logging.set_verbosity_error()
     path = checkpoint.path
     try:
-        if checkpoint.format != "gguf":
-            found = Reference(_from_directory(checkpoint, dtype), f"transformers {transformers.__version__}, {path}")
-        elif _knows_gguf(checkpoint.source.metadata["general.architecture"]):  # type: ignore[attr-defined]
-            found = _from_gguf(checkpoint, decoder, dtype)
-        else:
-            found = _from_our_weights(checkpoint, decoder, dtype)
+        with redirect_stderr(StringIO()):  # the GGUF loader's progress bar does not ask whether there is a terminal
+            found = _load(checkpoint, decoder, dtype)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightError(f"transformers cannot load {path}: {first}") from error
@@ -80,6 +80,18 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype,
     # Sampling settings and end tokens of the checkpoint have no place in a comparison.
     found.model.generation_config = transformers.GenerationConfig()
     return found
+
+
+def _load(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch.dtype) -> Reference:
+    import transformers
+
+    if checkpoint.format != "gguf":
+        model = _from_directory(checkpoint, dtype)
+        return Reference(model, f"transformers {transformers.__version__}, {checkpoint.path}")
+    decoder = decoder or load(checkpoint, dtype)
+    architecture = checkpoint.source.metadata["general.architecture"]  # type: ignore[attr-defined]
+    make = _from_gguf if _knows_gguf(architecture) else _from_our_weights
+    return make(checkpoint, decoder, dtype)
 
 
 def _from_directory(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
@@ -96,7 +108,7 @@ def _knows_gguf(architecture: str) -> bool:
 
 
 def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> Reference:
-    """Read by transformers' GGUF loader, which reads all weights but not every key; where it misses one, that is said."""
+    """Read by transformers' GGUF loader: all weights, but not every key; a key that it misses is supplied, and said."""
     import transformers
 
     path, notes = checkpoint.path, []
@@ -107,9 +119,8 @@ def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> 
         notes.append(
             f"transformers' GGUF loader misreads {', '.join(missed)}: it read the weights, the configuration is plait's"
         )
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=dtype
-    )
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = kind.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype)
     if checkpoint.raw.get("rope_divisors") is not None:
         notes.append("transformers' GGUF loader ignores rope_freqs: the rotary frequencies are plait's")
         model.model.rotary_emb.inv_freq.copy_(torch.tensor(decoder.rotary_tables[0].inv_freq))
@@ -156,7 +167,7 @@ def _from_our_weights(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dty
     config = _own_config(checkpoint)
     config.tie_word_embeddings = decoder.config.tie_embeddings
     state = {name: tensor.to(dtype) for name, tensor in hugging_face_tensors(decoder)}
-    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     architecture = checkpoint.source.metadata["general.architecture"]  # type: ignore[attr-defined]
     note = (

@@ -69,7 +69,8 @@ def verdict(verification: Verification, show: Callable[[int], str] = str) -> lis
     total = sum(len(c.deltas) for c in verification.comparisons)
     if not wrong:
         worst = max(c.deltas[c.worst] / c.tolerance for c in verification.comparisons)
-        return [f"AGREE: {total} positions in {len(verification.comparisons)} prompts, at most {worst:.3f} of the tolerance"]
+        count = len(verification.comparisons)
+        return [f"AGREE: {total} positions in {count} prompts, at most {worst:.3f} of the tolerance"]
     lines = [f"DIFFER: {len(wrong)} of {len(verification.comparisons)} prompts ({total} positions)"]
     for c in wrong:
         lines.append(f"  {c.name}: {_where(c, show)}")

@@ -39,7 +39,7 @@ def verify(
 ) -> Verification:
     """Compare plait's reading of `model` with transformers' reading of it, or of `reference` where that is given.
 
-    texts: prompts; without any, the built-in ones with a long prompt of `length` tokens. new_tokens: of greedy text per prompt.
+    texts: prompts; without any, the built-in ones, one of which has `length` tokens. new_tokens: greedy ones of each.
     dtype: of both sides, "auto" is fp32. engine: further options of the engine that writes plait's greedy text.
     Raises PlaitError for a checkpoint that either side cannot load, and for prompts that do not fit.
     """
@@ -57,13 +57,13 @@ def verify(
     if unreached:
         remedy = "give a longer one" if texts else f"--length {unreached[-1] + 64} makes one"
         notes.append(f"no prompt reaches past the window of {unreached[-1]} tokens: {remedy}")
-    oracle = load_reference(other, decoder, decoder.dtype, device)
+    oracle = load_reference(other, decoder if other is checkpoint else None, decoder.dtype, device)
     if oracle.vocab_size != config.vocab_size:
         raise WeightError(f"the reference has {oracle.vocab_size} tokens, the model has {config.vocab_size}")
     results = compare(
         prompts,
         lambda ids: _logits(decoder, ids),
-        lambda ids, count: _greedy(llm, ids, count),
+        lambda requests: _greedy(llm, requests),
         oracle,
         new_tokens,
         max_positions,
@@ -87,9 +87,9 @@ def _logits(decoder: Decoder, ids: list[int]) -> Tensor:
         return decoder.logits(decoder(torch.tensor(ids, device=decoder.device)))
 
 
-def _greedy(llm: LLM | None, ids: list[int], count: int) -> list[int]:
+def _greedy(llm: LLM | None, requests: list[tuple[list[int], int]]) -> list[list[int]]:
     if llm is None:
         raise PlaitError("greedy text was asked for without an engine")
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-    (output,) = llm.generate({"prompt_token_ids": ids}, params)
-    return list(output.outputs[0].token_ids)
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for _, count in requests]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in requests], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]

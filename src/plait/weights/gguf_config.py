@@ -6,7 +6,7 @@ under the architecture's prefix must be in a table: one that is not, or whose va
 computation, is a ConfigError, because it may change the mathematics.
 
 Facts are llama.cpp's reading of these keys. rope_freqs.weight (per-pair divisors, the result of llama3 scaling)
-replaces every rope.scaling key; the loader passes its values on.
+replaces every rope.scaling key; `weights/checkpoint.py` puts its values into the rotary table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from math import nextafter
 from typing import Any
 
 from plait.errors import ConfigError
+from plait.model.reader import MAX_LAYERS
 from plait.weights.sources import TensorInfo
 
 _REQUIRED = object()
-_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def _check_sizes(read: _Reader, config: dict[str, Any]) -> None:
     for target, value in config.items():
         if type(value) is int and value < 1:
             raise read.error(f"{target} is {value}, which must be at least 1")
-    if config["num_hidden_layers"] > _MAX_LAYERS:
-        raise read.error(f"block_count is {config['num_hidden_layers']}; at most {_MAX_LAYERS} are allowed")
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise read.error(f"block_count is {config['num_hidden_layers']}; at most {MAX_LAYERS} are allowed")
 
 
 def _vocab_size(read: _Reader) -> int:

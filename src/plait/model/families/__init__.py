@@ -44,13 +44,17 @@ _OUTER_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddi
 
 @dataclass(frozen=True)
 class Family:
-    """build: ConfigReader -> ModelConfig. names: the map of Hugging Face files. proved_on: for `plait models`."""
+    """What is known of one model_type.
+
+    build: ConfigReader -> ModelConfig. names: the map of Hugging Face files. architecture: the class that transformers
+    loads it with, for `save_pretrained`. proved_on: for `plait models`.
+    """
 
     model_type: str
     build: Callable[[ConfigReader], ModelConfig]
     names: NameMap
+    architecture: str
     proved_on: str
-    text_config: str | None = None
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -59,12 +63,15 @@ _REGISTRY: dict[str, Family] = {}
 def register(
     model_type: str,
     names: NameMap | None = None,
+    *,
+    architecture: str,
     proved_on: str = "random weights",
 ) -> Callable[[Callable[[ConfigReader], ModelConfig]], Callable[[ConfigReader], ModelConfig]]:
     """Register a family under its `model_type`."""
 
     def add(build: Callable[[ConfigReader], ModelConfig]) -> Callable[[ConfigReader], ModelConfig]:
-        _REGISTRY[model_type] = Family(model_type, build, names or NameMap(skip=ROTARY_BUFFERS), proved_on)
+        own = names or NameMap(skip=ROTARY_BUFFERS)
+        _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on)
         return build
 
     return add
@@ -84,7 +91,7 @@ def family(model_type: str) -> Family:
         return known[model_type]
     if model_type in REFUSED:
         raise ConfigError(f"model_type {model_type!r} is not supported: it needs {REFUSED[model_type]}")
-    near = difflib.get_close_matches(str(model_type), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown model_type {model_type!r}{hint} (known: {', '.join(sorted(known))})")
 
@@ -98,8 +105,10 @@ def parse_config(raw: Mapping[str, Any], strict: bool = False) -> ModelConfig:
     if not isinstance(raw, Mapping):
         raise ConfigError("config.json must hold a JSON object")
     model_type = raw.get("model_type")
-    if not model_type:
+    if model_type is None or model_type == "":
         raise ConfigError("config.json has no model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"model_type={model_type!r} in config.json must be text")
     if raw.get("quantization_config"):
         block = raw["quantization_config"]
         method = block.get("quant_method", "unknown") if isinstance(block, Mapping) else block

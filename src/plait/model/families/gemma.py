@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from plait.errors import ConfigError
 from plait.model.config import (
     AttentionSpec,
@@ -12,10 +14,11 @@ from plait.model.config import (
     RotaryUse,
 )
 from plait.model.families import register
-from plait.model.families.llama import activation, given_head_width, require_window, special_tokens
+from plait.model.families.llama import activation, given_head_width, require_window, sizes, special_tokens
 from plait.model.name_map import ROTARY_BUFFERS, NameMap, paired
 from plait.model.reader import ConfigReader
 
+_KINDS = ("full_attention", "sliding_attention")
 _LAYER = "model.layers.{i}"
 NAMES = NameMap(
     rules=(
@@ -35,27 +38,34 @@ NAMES = NameMap(
 def _rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
     """(full, sliding) rope parameters from either spelling; a scaling without a layer type is the full layers' own."""
     block = read.rope_block()
-    if "full_attention" in block or "sliding_attention" in block:
-        extra = sorted(block.keys() - {"full_attention", "sliding_attention"})
+    if any(kind in block for kind in _KINDS):
+        extra = sorted(block.keys() - set(_KINDS))
         if extra:
             raise ConfigError(f"rope_parameters mixes layer types with the key {extra[0]!r}")
-        return dict(block.get("full_attention") or {}), dict(block.get("sliding_attention") or {})
+        full, sliding = ({} if block.get(kind) is None else block[kind] for kind in _KINDS)
+        for kind, value in zip(_KINDS, (full, sliding), strict=True):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"rope_parameters.{kind}={value!r} in config.json must be an object")
+        return dict(full), dict(sliding)
     return block, {}
 
 
-@register("gemma3_text", NAMES, proved_on="random weights; Gemma 3 270M (GGUF)")
+@register(
+    "gemma3_text",
+    NAMES,
+    architecture="Gemma3ForCausalLM",
+    proved_on="random weights; Gemma 3 270M (GGUF)",
+)
 def gemma3_text(read: ConfigReader) -> ModelConfig:
-    d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if read("use_bidirectional_attention"):
+    d, heads, num_layers = sizes(read)
+    if read.flag("use_bidirectional_attention"):
         raise ConfigError("use_bidirectional_attention=true (an embedding model) is not supported")
-    if heads < 1:
-        raise ConfigError(f"num_attention_heads={heads} must be at least 1")
     width = given_head_width(read, d, heads) if "head_dim" in read.raw else read.integer("head_dim")
     kv = read.integer("num_key_value_heads", heads)
     max_positions = read.integer("max_position_embeddings")
     window = read.integer("sliding_window", 0)
     pattern = read.given("sliding_window_pattern", read.given("_sliding_window_pattern", 6))
-    if not isinstance(pattern, int) or pattern < 1:
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         raise ConfigError(f"sliding_window_pattern={pattern!r} must be a whole number of at least 1")
     types = read.layer_types(num_layers) or [
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)
@@ -70,6 +80,7 @@ def gemma3_text(read: ConfigReader) -> ModelConfig:
     read("attn_logit_softcapping")
     norm = NormSpec(eps=read.number("rms_norm_eps"), unit_offset=True, fp32_weight=True)
     bias = read.flag("attention_bias")
+    scale = read.positive("query_pre_attn_scalar") ** -0.5
 
     def layer(kind: str) -> LayerSpec:
         windowed = kind == "sliding_attention"
@@ -79,7 +90,7 @@ def gemma3_text(read: ConfigReader) -> ModelConfig:
             num_kv_heads=kv,
             key_width=width,
             value_width=width,
-            scale=read.number("query_pre_attn_scalar") ** -0.5,
+            scale=scale,
             q_bias=bias,
             k_bias=bias,
             v_bias=bias,
@@ -102,8 +113,8 @@ def gemma3_text(read: ConfigReader) -> ModelConfig:
         max_positions=max_positions,
         embedding_scale=float(d) ** 0.5,
         round_embedding_scale=True,
-        logit_soft_cap=read.number("final_logit_softcapping", 0.0),
-        attention_dropout=read.number("attention_dropout", 0.0),
+        logit_soft_cap=read.number("final_logit_softcapping", 0.0, low=0.0),
+        attention_dropout=read.dropout("attention_dropout"),
         fp16_overflows=True,
         **special_tokens(read),
     )

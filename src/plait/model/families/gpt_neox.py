@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import ConfigError
 from plait.model.config import (
     AttentionSpec,
     FeedForwardSpec,
@@ -17,7 +16,7 @@ from plait.model.config import (
     RotaryUse,
 )
 from plait.model.families import register
-from plait.model.families.llama import activation, exact_head_width, special_tokens
+from plait.model.families.llama import activation, exact_head_width, sizes, special_tokens
 from plait.model.name_map import ROTARY_BUFFERS, NameMap, Rule, paired
 from plait.model.reader import ConfigReader
 
@@ -54,15 +53,13 @@ NAMES = NameMap(
 )
 
 
-@register("gpt_neox", NAMES)
+@register("gpt_neox", NAMES, architecture="GPTNeoXForCausalLM")
 def gpt_neox(read: ConfigReader) -> ModelConfig:
-    d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if heads < 1:
-        raise ConfigError(f"num_attention_heads={heads} must be at least 1")
+    d, heads, num_layers = sizes(read)
     width = exact_head_width(d, heads)
     max_positions = read.integer("max_position_embeddings")
-    theta = read.given("rotary_emb_base", read.given("rope_theta", 10_000.0))
-    partial = read.given("rotary_pct", read.given("partial_rotary_factor", 0.25))
+    theta = read.given("rotary_emb_base", 10_000.0)
+    partial = read.given("rotary_pct", 0.25)
     rotary = read.rotary(width, read.rope_block(), theta, max_positions, partial)
     norm = NormSpec("layer", read.number("layer_norm_eps"), bias=True)
     bias = read.flag("attention_bias")
@@ -91,7 +88,7 @@ def gpt_neox(read: ConfigReader) -> ModelConfig:
         final_norm=norm,
         tie_embeddings=read.flag("tie_word_embeddings"),
         max_positions=max_positions,
-        attention_dropout=read.number("attention_dropout", 0.0),
-        hidden_dropout=read.number("hidden_dropout", 0.0),
+        attention_dropout=read.dropout("attention_dropout"),
+        hidden_dropout=read.dropout("hidden_dropout"),
         **special_tokens(read),
     )

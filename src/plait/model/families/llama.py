@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from plait.errors import ConfigError
@@ -15,6 +16,8 @@ from plait.model.config import (
 )
 from plait.model.families import register
 from plait.model.reader import ConfigReader
+
+log = logging.getLogger("plait.config")
 
 
 def activation(read: ConfigReader, key: str = "hidden_act") -> str:
@@ -30,7 +33,7 @@ def activation(read: ConfigReader, key: str = "hidden_act") -> str:
         "relu": "relu",
         "relu2": "relu_squared",
     }
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{key}={name!r} is not supported (supported: {', '.join(sorted(known))})")
     return known[name]
 
@@ -51,12 +54,9 @@ def pre_norm_decoder(
     windows: per layer, default all full. head_width, kv_heads: where the family's own default differs from hidden /
     heads and the key's value.
     """
-    d, heads, num_layers = (read.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if heads < 1:
-        raise ConfigError(f"num_attention_heads={heads} must be at least 1")
+    d, heads, num_layers = sizes(read)
     width = given_head_width(read, d, heads) if head_width is None else head_width
-    kv = read.optional_integer("num_key_value_heads") if kv_heads is None else kv_heads
-    kv = heads if kv is None else kv
+    kv = read.optional_integer("num_key_value_heads", heads) if kv_heads is None else kv_heads
     max_positions = read.integer("max_position_embeddings")
     theta = read.given("rope_theta", 10_000.0)
     rotary = read.rotary(width, read.rope_block(), theta, max_positions)
@@ -84,9 +84,17 @@ def pre_norm_decoder(
         final_norm=norm,
         tie_embeddings=read.flag("tie_word_embeddings"),
         max_positions=max_positions,
-        attention_dropout=read.number("attention_dropout", 0.0),
+        attention_dropout=read.dropout("attention_dropout"),
         **special_tokens(read),
     )
+
+
+def sizes(read: ConfigReader) -> tuple[int, int, int]:
+    """(hidden_size, num_attention_heads, num_hidden_layers), each at least 1."""
+    d, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if min(d, heads) < 1:
+        raise ConfigError(f"hidden_size={d} and num_attention_heads={heads} must be at least 1")
+    return d, heads, read.num_layers()
 
 
 def given_head_width(read: ConfigReader, hidden_size: int, heads: int) -> int:
@@ -120,29 +128,30 @@ def require_window(window: int, layer_types: list[str]) -> None:
 
 def special_tokens(read: ConfigReader) -> dict:
     """The keyword arguments of `ModelConfig` that name special tokens."""
-    return {
-        "eos_token_ids": read.token_ids("eos_token_id"),
-        "bos_token_id": read("bos_token_id"),
-        "pad_token_id": read("pad_token_id"),
-    }
+    eos, vocab_size = read.token_ids("eos_token_id"), read.integer("vocab_size")
+    beyond = [i for i in eos if i >= vocab_size]
+    if beyond:
+        log.warning("eos_token_id=%d is beyond vocab_size=%d: it never ends a sequence", beyond[0], vocab_size)
+    # Some llama configurations write -1 for "there is none".
+    pad = None if read("pad_token_id") == -1 else read.token_id("pad_token_id")
+    return {"eos_token_ids": eos, "bos_token_id": read.token_id("bos_token_id"), "pad_token_id": pad}
 
 
-@register("llama", proved_on="random weights; SmolLM2-135M-Instruct (GGUF)")
+@register("llama", architecture="LlamaForCausalLM", proved_on="random weights; SmolLM2-135M-Instruct (GGUF)")
 def llama(read: ConfigReader) -> ModelConfig:
     bias = read.flag("attention_bias")
     return pre_norm_decoder(read, qkv_bias=bias, o_bias=bias, mlp_bias=read.flag("mlp_bias"))
 
 
-@register("mistral")
+@register("mistral", architecture="MistralForCausalLM")
 def mistral(read: ConfigReader) -> ModelConfig:
-    num_layers = read.integer("num_hidden_layers")
+    num_layers = read.num_layers()
     window = read.integer("sliding_window", 0)
     types = read.layer_types(num_layers)
     expected = "sliding_attention" if window else "full_attention"
     if types is not None and set(types) != {expected}:
         # transformers' class builds one mask for all layers and ignores the list.
         raise ConfigError(f"layer_types of a mistral must all be {expected!r} here: its layers share one mask")
+    # Absent is the class's own default, which need not be the number of heads; null is the number of heads.
     kv = read.integer("num_key_value_heads", read.integer("num_attention_heads"))
-    if "num_key_value_heads" in read.raw and read.raw["num_key_value_heads"] is None:
-        kv = read.integer("num_attention_heads")
     return pre_norm_decoder(read, windows=[window] * num_layers, kv_heads=kv)

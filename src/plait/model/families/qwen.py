@@ -11,7 +11,7 @@ from plait.model.reader import ConfigReader
 
 def upper_windows(read: ConfigReader) -> list[int]:
     """Window per layer: `layer_types` decides; else layers from `max_window_layers` upward, when windows are in use."""
-    num_layers = read.integer("num_hidden_layers")
+    num_layers = read.num_layers()
     window = read.integer("sliding_window", 0)
     if window < 0:
         raise ConfigError(f"sliding_window={window} must not be negative")
@@ -25,12 +25,12 @@ def upper_windows(read: ConfigReader) -> list[int]:
     return [window if i >= first else 0 for i in range(num_layers)]
 
 
-@register("qwen2")
+@register("qwen2", architecture="Qwen2ForCausalLM")
 def qwen2(read: ConfigReader) -> ModelConfig:
     return pre_norm_decoder(read, windows=upper_windows(read), qkv_bias=True)
 
 
-@register("qwen3")
+@register("qwen3", architecture="Qwen3ForCausalLM")
 def qwen3(read: ConfigReader) -> ModelConfig:
     bias = read.flag("attention_bias")
     width = read.integer("head_dim", 128)
