@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.verify.compare import first_near_tie
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -29,18 +31,11 @@ def tolerance(logits: torch.Tensor) -> float:
 
 
 def compare_greedy(tokens: Sequence[int], logits: torch.Tensor) -> Comparison:
-    """tokens: T greedy tokens of ours. logits [T, V]: the reference's, teacher-forced along them, row t choosing
-    token t."""
-    limit = 2 * tolerance(logits)
-    log_p = logits.float().log_softmax(-1)
-    best = log_p.topk(2, dim=-1)
-    for t, token in enumerate(tokens):
-        near_tie = float(best.values[t, 0] - best.values[t, 1]) <= limit
-        if int(best.indices[t, 0]) != token:
-            return Comparison(t, True, None) if near_tie else Comparison(t, False, t)
-        if near_tie:
-            return Comparison(t, True, None)
-    return Comparison(len(tokens), False, None)
+    """tokens: T greedy tokens of ours. logits [T, V]: the reference's, teacher-forced along them, row t choosing token
+    t."""
+    compared = first_near_tie(logits, 2 * tolerance(logits))
+    differs = (logits.argmax(-1)[:compared] != torch.tensor(tokens)[:compared]).nonzero()
+    return Comparison(compared, compared < len(tokens), int(differs[0]) if len(differs) else None)
 
 
 def assert_same_texts(comparisons: Sequence[Comparison], label: str) -> None:

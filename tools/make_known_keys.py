@@ -1,7 +1,8 @@
 """Write src/plait/model/known_keys.json: which config.json keys each transformers class knows, and their defaults.
 
-Run it by hand when the pinned transformers changes: `python tools/make_known_keys.py`. The loader uses the table
-to tell a key that it must obey or refuse from one that nobody reads.
+Every registered family is in it. Run it by hand when a family is added or the pinned transformers changes:
+`python tools/make_known_keys.py`. The loader uses the table to tell a key that it must obey or refuse from one that
+nobody reads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox")
+from plait.model.families import families
+
 TARGET = Path(__file__).parents[1] / "src/plait/model/known_keys.json"
 
 
@@ -29,9 +31,10 @@ def keys_of(model_type: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    table = {"transformers": __version__, "model_types": {m: keys_of(m) for m in MODEL_TYPES}}
+    model_types = {model_type: keys_of(model_type) for model_type in families()}
+    table = {"transformers": __version__, "model_types": model_types}
     TARGET.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"{TARGET}: {len(MODEL_TYPES)} model types, transformers {__version__}")
+    print(f"{TARGET}: {len(model_types)} model types, transformers {__version__}")
 
 
 if __name__ == "__main__":

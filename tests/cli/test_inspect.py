@@ -12,10 +12,21 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
-from plait.model.known_models import known_config
 from tests.real_models import smollm2_path
 from tests.sparse import llama_tensors, sparse_checkpoint
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
+
+LLAMA_405B = {
+    "model_type": "llama",
+    "hidden_size": 16_384,
+    "intermediate_size": 53_248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,7 @@ def inspect(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def test_a_directory_of_405_billion_parameters_needs_headers_only_and_no_torch(tmp_path: Path) -> None:
-    config = known_config("Llama-3.1-405B")
+    config = LLAMA_405B
     directory = sparse_checkpoint(tmp_path / "llama-405b", config, llama_tensors(config), num_shards=191)
     code = (
         "import sys; from plait.cli.main import main\n"

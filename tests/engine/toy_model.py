@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from plait.engine.engine import Engine
 from plait.engine.params import SamplingParams
 from plait.engine.sampler import Sampler
 from plait.engine.sampling_state import SamplingState
@@ -19,6 +20,8 @@ from plait.ops.spec import LayerCache
 from plait.ops.step import StepInputs
 
 VOCAB = 50
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -166,3 +169,12 @@ def run_to_end(engine, check: bool = True) -> dict[tuple[str, int], list]:
 
 def tokens_of(outputs: list) -> list[int]:
     return [t for o in outputs for t in o.token_ids]
+
+
+def make_engine(executor: ToyExecutor | None = None, **options: object) -> Engine:
+    return Engine(executor or ToyExecutor(), **{"max_model_len": 60, "max_num_seqs": 4, **options})
+
+
+def finish(engine: Engine, request_id: str = "a", choice: int = 0) -> tuple[list[int], str, object]:
+    outputs = run_to_end(engine)[request_id, choice]
+    return tokens_of(outputs), outputs[-1].finish_reason, outputs[-1].stop_reason

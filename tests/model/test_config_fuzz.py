@@ -118,6 +118,10 @@ def test_a_number_of_layers_that_no_model_has_is_refused_before_anything_is_buil
             parse_config({**CONFIGS[family], "num_hidden_layers": number})
 
 
+def test_the_table_of_keys_has_every_family_and_no_other() -> None:
+    assert known_keys().keys() == families().keys()
+
+
 def test_an_end_token_beyond_the_vocabulary_warns_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "plait.config")
     assert parse_config({**CONFIGS["llama"], "eos_token_id": [1, 96]}).eos_token_ids == (1, 96)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import plait
-from plait.errors import WeightError
+from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
+from plait.weights.checkpoint import open_checkpoint
 from plait.weights.load import load
 from tests.memory.tiny_decoders import tiny_decoder
 from tests.tiny import tiny_config
@@ -50,6 +51,10 @@ def add_head(tensors: Tensors, factor: float) -> None:
     tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
 
 
+def add_short_head(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:3].clone()
+
+
 def test_a_tied_model_may_hold_an_equal_head(checkpoint, caplog):
     plain = load(checkpoint(tie=True), "fp32")
     both = load(checkpoint(tie=True, change=lambda t: add_head(t, 1.0)), "fp32")
@@ -63,6 +68,43 @@ def test_a_tie_that_is_given_wins_over_a_head_that_differs_and_warns(checkpoint,
     both = load(checkpoint(tie=True, change=lambda t: add_head(t, 2.0)), "fp32")
     assert torch.equal(logits(both), logits(plain))
     assert "lm_head.weight differs from the embedding" in caplog.text
+
+
+def test_a_head_that_is_left_out_is_reported_as_skipped(checkpoint):
+    for family, head in (("llama", "lm_head.weight"), ("gpt_neox", "embed_out.weight")):
+        for factor in (1.0, 2.0):
+
+            def add(tensors: Tensors, head: str = head, factor: float = factor) -> None:
+                table = next(t for name, t in tensors.items() if "embed" in name)
+                tensors[head] = factor * table
+
+            assert load(checkpoint(family, tie=True, change=add), "fp32").load_report.skipped == [head]
+
+
+@pytest.mark.parametrize("tie", [True, ...])
+def test_a_head_of_another_shape_is_refused_also_where_it_is_not_used(checkpoint, tie):
+    path = checkpoint("gemma3_text", tie=True, change=add_short_head, tie_word_embeddings=tie)
+    with pytest.raises(WeightError, match=r"lm_head\.weight has shape \(3, \d+\)"):
+        load(path, "fp32")
+
+
+def test_a_file_that_is_named_is_the_one_that_is_loaded(checkpoint):
+    """Also where its directory holds model.safetensors."""
+    path = checkpoint()
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = 3 * tensors["lm_head.weight"]
+    save_file(tensors, path / "other.safetensors", {"format": "pt"})
+    plain, other = load(path, "fp32"), load(path / "other.safetensors", "fp32")
+    assert torch.allclose(logits(other), 3 * logits(plain), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(load(path / "model.safetensors", "fp32")), logits(plain))
+    (path / "generation_config.json").write_text('{"top_k": 7}')
+    assert open_checkpoint(path / "other.safetensors").generation_defaults == {"top_k": 7}
+
+
+def test_a_safetensors_file_without_a_configuration_is_refused(checkpoint, tmp_path):
+    (checkpoint() / "model.safetensors").rename(tmp_path / "lone.safetensors")
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        load(tmp_path / "lone.safetensors")
 
 
 def test_a_head_that_differs_wins_over_a_familys_default_tie_and_warns(checkpoint, caplog):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import plait
+from plait.verify.compare import first_near_tie
 from tests.parity.cases import CASES
 from tests.parity.reference import Proved, seed_of
 
@@ -29,9 +30,7 @@ def near_tie(proved: Proved, text: list[int], prompt: int) -> int:
     """The first generated token at which the reference's two best log-probabilities are within twice the tolerance."""
     with torch.inference_mode():
         logits = proved.model(input_ids=torch.tensor([text])).logits[0, prompt - 1 : -1]
-    best = logits.log_softmax(-1).topk(2, -1).values
-    close = (best[:, 0] - best[:, 1] <= 2 * proved.tolerance).nonzero()
-    return int(close[0]) if len(close) else len(text) - prompt
+    return first_near_tie(logits, 2 * proved.tolerance)
 
 
 def test_greedy_text_equals_transformers(proved: Proved):

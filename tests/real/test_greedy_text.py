@@ -70,7 +70,7 @@ GEMMA_NAMES = {
 
 
 def _gemma3_reference(path: Path):
-    """Gemma3ForCausalLM with the published configuration of the 270M model, filled through the gguf package's reader."""
+    """Gemma3ForCausalLM with the 270M model's published configuration, filled through the gguf package's reader."""
     from gguf import GGUFReader, dequantize
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

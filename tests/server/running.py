@@ -120,9 +120,8 @@ class Server:
     def rude_request(self, path: str, **fields: Any) -> Iterator[socket.socket]:
         """A request on a bare socket, which is closed at the end of the block whatever has come by then."""
         body = json.dumps(fields).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(head.encode() + body)
             yield connection

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
+import httpx
 import pytest
 
 from tests.server.running import Server, running, wait_for
@@ -160,9 +162,39 @@ def test_a_listed_origin_is_allowed_and_no_other(guarded):
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://good.example"
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:{port}", "127.0.0.1:{port}", "[::1]:{port}", "localhost.:80"])
+def test_a_loopback_server_answers_to_its_own_names(server, host):
+    answer = server.get("/v1/models", headers={"Host": host.format(port=server.port)})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "[::2]"]
+)
+def test_a_loopback_server_refuses_other_names(server, host):
+    """A site whose name is made to resolve to this machine is of the same origin as itself."""
+    for path in ("/v1/models", "/", "/health"):
+        answer = server.get(path, headers={"Host": host})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "host_not_allowed" and host in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", BODY, headers={"Host": host}).status_code == 403
+
+
+def test_a_request_without_host_is_served(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(4096).splitlines()[0]
+
+
+def test_with_a_key_any_name_will_do(guarded):
+    assert guarded.get("/v1/models", headers={"Host": "my.example", "Authorization": "Bearer first"}).status_code == 200
+
+
 def test_an_open_server_without_key_is_warned_about(model_dir):
     with running(str(model_dir), "--host", "0.0.0.0") as server:
         assert "warning: anybody" in server.output
+        answer = httpx.get(f"http://127.0.0.1:{server.port}/v1/models", headers={"Host": "my.example"})
+        assert answer.status_code == 200
 
 
 def test_the_key_may_come_from_the_environment(model_dir):

@@ -143,6 +143,8 @@ COMPLETION_FAULTS = [
     ({"prompt": {"text": "x"}}, "prompt"),
     ({"prompt": ["a"] * 100_000}, "prompt"),
     ({"prompt": "x", "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "stream": False, "stream_options": {}}, "stream_options"),
     ({"prompt": "x", "temprature": 1}, "temprature"),
     ({"prompt": "x", "messages": USER}, "messages"),
     ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
@@ -195,7 +197,7 @@ def test_faults_of_a_chat_name_the_field(server, body, field):
 @pytest.mark.parametrize(
     "extra",
     [
-        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "stream_options": {}},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "stream_options": None},
         {"response_format": {"type": "text"}, "tool_choice": "none", "tools": None, "modalities": ["text"]},
         {"stop": None, "temperature": None, "max_tokens": None, "logit_bias": None, "n": None},
         {"temperature": 1e-38, "logit_bias": {"5": -100}},
@@ -218,13 +220,14 @@ def test_a_prompt_beyond_the_context_gets_both_numbers(server):
 def test_a_large_body_is_refused_before_it_is_read(server):
     _error(_raw(server, b'{"prompt": "' + b"x" * (9 << 20) + b'"}'), 413)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head.encode() + b"Content-Length: 200000000\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_that_does_not_come_holds_up_nobody(server):
-    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{{"
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Content-Length: 50\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head.encode())
         assert server.complete(prompt="x", max_tokens=1, ignore_eos=True)

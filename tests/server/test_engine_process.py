@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from plait.engine.channel import HEADER
 from plait.engine.client import EngineClient
 from plait.engine.params import SamplingParams
 from plait.engine.process import EngineProcess
@@ -80,6 +81,39 @@ def test_a_refusal_by_the_engine_reaches_the_one_request(model_dir):
     deltas = _run(model_dir, scenario)
     assert sum(len(delta.token_ids) for delta in deltas) == 5
     assert deltas[-1].finish_reason == "length"
+
+
+def test_an_answer_that_cannot_be_handled_fails_all_streams(model_dir):
+    async def scenario(client, process):
+        reasons = []
+        client.on_death = reasons.append
+        streams = [client.submit(0, [(_request(name, max_tokens=8000), None)]) for name in ("a", "b")]
+
+        def fail(*_):
+            raise KeyError("lost")
+
+        client._deliver = fail
+        for stream in streams:
+            with pytest.raises(EngineError, match="cannot be handled: KeyError: 'lost'"):
+                await asyncio.wait_for(_collect(stream), 30)
+            stream.close()
+        assert client.death is not None
+        return reasons, await asyncio.get_running_loop().run_in_executor(None, process.wait, 10.0)
+
+    reasons, status = _run(model_dir, scenario)
+    assert len(reasons) == 1
+    assert status == 3  # nobody listens to the engine any longer
+
+
+def test_a_message_that_is_none_ends_the_engine_with_a_status(model_dir):
+    async def scenario(client, process):
+        stream = client.submit(0, [(_request(max_tokens=8000), None)])
+        client._writer.write(HEADER.pack(4) + b"junk")
+        with pytest.raises(EngineError, match="status 1"):
+            await asyncio.wait_for(_collect(stream), 30)
+        return process.wait(5.0)
+
+    assert _run(model_dir, scenario) == 1
 
 
 def test_a_failed_start_raises_the_engines_own_error(model_dir):

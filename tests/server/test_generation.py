@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.server.running import wait_for
@@ -170,6 +172,13 @@ def test_the_server_describes_itself(server):
         "request_queue_time_seconds_count", "request_success_total",
     ):  # fmt: skip
         assert f"plait_{name}{{" in text and 'model_name="tiny"' in text, name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms do not say what is touched")
+def test_the_pool_that_is_touched_is_a_metric(server):
+    server.complete(prompt="touch me", max_tokens=3, ignore_eos=True)
+    assert server.metric("kv_pool_touched_bytes") >= 0
+    assert "plait_kv_pool_touched_bytes{" in server.get("/metrics").text
 
 
 def test_the_log_has_a_line_per_request_and_no_prompt(server):

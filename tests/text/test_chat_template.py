@@ -63,6 +63,8 @@ GETS_LARGE = {
     "format argument": "{{ '{:>{}}'.format(1, 10**10) }}",
     "format keyword": "{{ '{:>{w}}'.format(1, w=10**10) }}",
     "batch": "{{ 'ab' | batch(10**10, 'x') | list }}",
+    "wordwrap": "{{ ('a ' * 100000) | wordwrap(1, wrapstring='x' * 1000) | length }}",
+    "wordwrap of one word": "{{ ('a' * 500000) | wordwrap(1) | length }}",
     "many": "{{ range(99999) | map('center', 8000000) | list | length }}",
     "sum": "{{ ([range(99999) | list] * 60) | sum(start=[]) | length }}",
     "concat": grow("'ab'", "ns.s ~ ns.s"),
@@ -112,6 +114,21 @@ def test_a_template_that_builds_too_much_is_stopped(source: str, monkeypatch: py
     monkeypatch.setattr(template_limits, "MAX_TOTAL_SIZE", 1 << 24)
     with pytest.raises(TokenizerError, match="too large"):
         render(source)
+
+
+def test_a_long_text_may_be_wrapped() -> None:
+    text = "some words " * 20_000
+    assert render("{{ text | wordwrap(79) }}", text=text).replace("\n", " ") == text.rstrip()
+
+
+@pytest.mark.parametrize("pattern", ["'%1000d' * 60000", "'%1000d'", "'%-_999999999Y'", "'%d' * 200", "5"])
+def test_the_time_cannot_be_written_at_length(pattern: str) -> None:
+    with pytest.raises(TokenizerError, match="strftime_now takes"):
+        render("{{ strftime_now(" + pattern + ") }}")
+
+
+def test_the_time_can_be_written() -> None:
+    assert render("{{ strftime_now('%-d.%m.%Y %0d %%') }}")[-2:] == " %"
 
 
 def test_the_limits_hold_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from safetensors import safe_open
 
 import plait
-from plait.errors import WeightError
+from plait.errors import UsageError, WeightError
+from plait.model.decoder import build
+from plait.model.families import families, parse_config
 from plait.weights.export import save_pretrained
 from tests.configs import CONFIGS
 
@@ -68,6 +72,53 @@ def test_saving_over_an_older_directory_leaves_no_stale_shards(tmp_path: Path) -
     plait.load(tmp_path / "model")
 
 
+def test_saving_over_a_directory_keeps_what_a_save_does_not_write(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    plait.from_config(CONFIGS["llama"], seed=1).save_pretrained(model)
+    (model / "notes").mkdir()
+    (model / "notes" / "a.txt").write_text("mine")
+    (model / "README.md").write_text("a card")
+    (model / "tokenizer.json").write_text("{}")  # the model below brings none
+    model.chmod(0o700)
+    (tmp_path / "link").symlink_to(model)
+    decoder = plait.from_config(CONFIGS["qwen3"], seed=2)
+    decoder.save_pretrained(tmp_path / "link")
+    assert (model / "notes" / "a.txt").read_text() == "mine" and (model / "README.md").read_text() == "a card"
+    assert (model / "tokenizer.json").exists() and model.stat().st_mode & 0o777 == 0o700
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "model"]
+    again = plait.load(model, dtype="fp32")
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_save_that_fails_at_the_last_moment_leaves_the_old_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    """Wherever a rename fails, the files of one save are there, never some of each."""
+    model = tmp_path / "model"
+    plait.from_config(CONFIGS["llama"], seed=1).save_pretrained(model)
+    before = {p.name: p.read_bytes() for p in model.iterdir()}
+    rename, calls = os.rename, []
+
+    def failing(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == fail_at:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        plait.from_config(CONFIGS["qwen3"], seed=2).save_pretrained(model)
+    assert {p.name: p.read_bytes() for p in model.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_is_no_place_to_save_into(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        plait.from_config(CONFIGS["llama"]).save_pretrained(tmp_path / "model")
+
+
 def test_a_failed_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors.torch
 
@@ -81,7 +132,17 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
 
 
 def test_rotary_divisors_of_a_gguf_file_have_no_place_in_config_json(tmp_path: Path) -> None:
-    decoder = plait.from_config({**CONFIGS["llama"], "rope_divisors": [1.0, 2.0, 4.0]})
+    config = parse_config(CONFIGS["llama"])
+    rotary = (replace(config.rotary[0], divisors=(1.0, 2.0, 4.0)),)
+    decoder = build(replace(config, rotary=rotary))
     with pytest.raises(WeightError, match="rope_freqs"):
         decoder.save_pretrained(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_family_names_the_class_that_transformers_loads_it_with() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert {name: family.architecture for name, family in families().items()} == {
+        name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in families()
+    }

@@ -102,7 +102,7 @@ def compare(
     try:
         import transformers
     except ImportError:
-        raise UsageError("this benchmark needs its peer: pip install transformers") from None
+        raise UsageError("this benchmark needs its peer: pip install 'plait[bench]'") from None
     torch.set_num_threads(threads or usable_cpus())
     prompt = _prompt(model, prompt_tokens)
     sides: dict[str, tuple[OurSide, TheirSide]] = {}

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from plait.cli.common import MODEL_HELP, positive, print_json, print_table, progress
+from plait.errors import UsageError
 
 NAMES = {
     "decode": "tokens/s of one greedy request after its prompt, beside transformers",
@@ -14,21 +15,20 @@ NAMES = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "bench", help="measurements against a peer", description="; ".join(f"{k}: {v}" for k, v in NAMES.items())
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "; ".join(f"{k}: {v}" for k, v in NAMES.items())
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: 128 for decode, 512 for prefill")
     parser.add_argument("--new-tokens", type=positive, metavar="N", help="default: 64 for decode, 4 for prefill")
-    parser.add_argument("--rounds", type=positive, default=5, help="alternations that count (default: 5)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="alternations that count (default: 5)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all that may be used)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.name == "limits":
+        _refuse_unused(args)
         from plait.bench.limits import measure
 
         with progress("measuring"):
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             args.prompt_tokens or (128 if decode else 512),
             args.new_tokens or (64 if decode else 4),
-            args.rounds,
+            args.rounds or 5,
             args.threads,
         )
     if args.json:
@@ -65,6 +65,13 @@ def run(args: argparse.Namespace) -> int:
     equal = ", ".join(f"{n} in {p}" for p, n in report["equal_leading_tokens"].items())
     print(f"leading tokens that both sides agree on: {equal} of {report['new_tokens'] + 1}")
     return 0
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    for name in ("model", "prompt_tokens", "new_tokens", "rounds", "threads"):
+        if getattr(args, name) is not None:
+            flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} would be ignored: `plait bench limits` measures the machine alone")
 
 
 def _print_machine(report: dict[str, Any]) -> None:

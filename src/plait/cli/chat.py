@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 INTERRUPTED_MARK = " [interrupted]"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "chat",
-        help="talk with a model in the terminal",
-        description="Talk with a model. Ctrl-C stops an answer and keeps the conversation; /help lists the commands.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk with a model. Ctrl-C stops an answer and keeps the conversation; /help lists the commands."
     )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")

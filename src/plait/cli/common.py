@@ -27,34 +27,38 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict."""
+    """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict, --adapter."""
     parser.add_argument("--device", default="cpu", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all that may be used)")
     parser.add_argument("--strict", action="store_true", help="unknown keys of a config.json are errors")
+    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that runs the engine; `engine_options` reads them."""
+def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
+    """The flags of every command that runs the engine; `engine_options` reads them.
+
+    sampling: whether the command samples, so that the checkpoint's sampling defaults matter.
+    """
     add_load_flags(parser)
     group = parser.add_argument_group("engine")
     group.add_argument("--max-model-len", type=positive, metavar="N", help="longest context (default: the model's own)")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for keys and values, such as 2GiB")
     group.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp32", "q8_0"), help="default: auto")
     group.add_argument("--plan", default="reference", choices=("native", "reference"), help="default: reference")
-    group.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=("auto", "none"),
-        help="auto: the checkpoint's own sampling defaults apply where no flag is given (default: auto)",
-    )
+    if sampling:
+        group.add_argument(
+            "--generation-config",
+            default="auto",
+            choices=("auto", "none"),
+            help="auto: the checkpoint's own sampling defaults apply where no flag is given (default: auto)",
+        )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM` and `build_engine` from the common flags. Raises UsageError for --adapter."""
     not_supported_yet(args, "adapter")
-    return {
+    options = {
         "dtype": args.dtype,
         "device": args.device,
         "threads": args.threads,
@@ -63,8 +67,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv_memory": args.kv_memory,
         "kv_dtype": args.kv_dtype,
         "plan": args.plan,
-        "generation_config": args.generation_config,
     }
+    return options | ({"generation_config": args.generation_config} if "generation_config" in args else {})
 
 
 def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
@@ -82,7 +86,8 @@ def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
 
 
 def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(decoder, tokenizer) of args.model for commands that need no engine."""
+    """(decoder, tokenizer) of args.model for commands that need no engine. Raises UsageError for --adapter."""
+    not_supported_yet(args, "adapter")
     with progress("loading the model"):
         import torch
 

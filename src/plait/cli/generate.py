@@ -11,12 +11,8 @@ from plait.cli.sampling_flags import add_sampling_flags, check_sampling_flags, s
 from plait.errors import UsageError
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "generate",
-        help="complete a prompt, or answer it with --chat",
-        description="Complete a prompt. The text streams to stdout; speeds are said on stderr.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Complete a prompt. The text streams to stdout; speeds are said on stderr."
     add_model_argument(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt")

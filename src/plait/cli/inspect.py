@@ -9,12 +9,8 @@ from plait.cli.common import add_load_flags, load_decoder, positive, print_json,
 from plait.errors import UsageError
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "inspect",
-        help="configuration, tensors, tokenizer and memory of a checkpoint",
-        description="Read a checkpoint's headers; with --plan or --trace also show its forward.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Read a checkpoint's headers; with --plan or --trace also show its forward."
     parser.add_argument("model", nargs="?", metavar="PATH", help="as for generate; with --plan also a config.json")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument(
@@ -26,20 +22,30 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--trace", metavar="TEXT", help="run a text: shapes, norms, largest attention weights")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_load_flags(parser)
+    parser.set_defaults(device=None, dtype=None)  # to tell a flag that was given
 
 
 def run(args: argparse.Namespace) -> int:
     modes = [flag for flag in ("tensors", "plan", "trace") if getattr(args, flag)]
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other")
-    if (args.batch or args.length or args.training) and not args.plan:
-        raise UsageError("--batch, --length and --training belong to --plan")
-    document, show = _MODES[modes[0] if modes else "facts"](args)
+    mode = modes[0] if modes else _FACTS
+    _refuse_unused(args, mode)
+    args.device, args.dtype = args.device or "cpu", args.dtype or "auto"
+    document, show = _MODES[mode](args)
     if args.json:
         print_json(document)
     else:
         show(document)
     return 0
+
+
+def _refuse_unused(args: argparse.Namespace, mode: str) -> None:
+    """UsageError for a flag that this mode would ignore."""
+    for flag in sorted(set().union(*_FLAGS.values())):
+        if getattr(args, flag) not in (None, False) and flag not in _FLAGS[mode]:
+            owners = [f"--{name}" if name != _FACTS else "inspect alone" for name, own in _FLAGS.items() if flag in own]
+            raise UsageError(f"--{flag} would be ignored: it belongs to {' or '.join(owners)}")
 
 
 def _facts(args: argparse.Namespace) -> Any:
@@ -66,7 +72,15 @@ def _trace(args: argparse.Namespace) -> Any:
     return trace_text(*load_decoder(args), args.trace), _show_trace
 
 
-_MODES = {"facts": _facts, "tensors": _tensors, "plan": _plan, "trace": _trace}
+_FACTS = "facts"
+# What each mode reads, beside --json.
+_FLAGS = {
+    _FACTS: {"strict"},
+    "tensors": set[str](),
+    "plan": {"dtype", "strict", "batch", "length", "training"},
+    "trace": {"device", "dtype", "threads", "strict", "adapter"},
+}
+_MODES = {_FACTS: _facts, "tensors": _tensors, "plan": _plan, "trace": _trace}
 
 
 def _show_facts(facts: dict[str, Any]) -> None:

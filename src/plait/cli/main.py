@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from plait import __version__
 from plait.errors import PlaitError, UsageError
 
-# name -> the line in `plait --help`. The module plait.cli.<name> has add_parser(subparsers) and run(args) -> int.
+# name -> the line in `plait --help`. The module plait.cli.<name> has add_arguments(parser), which
+# may set its description too, and run(args) -> int.
 COMMANDS = {
     "generate": "complete a prompt, or answer it with --chat",
     "chat": "talk with a model in the terminal",
@@ -71,11 +72,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, line in COMMANDS.items():
+        command = subparsers.add_parser(name, help=line, add_help=name == chosen)
         if name == chosen:
-            import_module(f"plait.cli.{name}").add_parser(subparsers)
-            subparsers.choices[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
-        else:
-            subparsers.add_parser(name, help=line, add_help=False)
+            import_module(f"plait.cli.{name}").add_arguments(command)
+            command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     if chosen is not None and chosen not in COMMANDS:
         raise UsageError(_unknown(chosen))
     args = parser.parse_args(words)

@@ -9,12 +9,8 @@ from plait.cli.common import positive, print_json, print_table
 from plait.model.kv_arithmetic import DEFAULT_CONTEXT
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "models",
-        help="families, and what a context costs in known models or yours",
-        description="Key/value arithmetic (bf16) of public configurations, or of the checkpoints given.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Key/value arithmetic (bf16) of public configurations, or of the checkpoints given."
     parser.add_argument("paths", nargs="*", metavar="PATH", help="checkpoints or config.json files")
     parser.add_argument(
         "--context", type=positive, default=DEFAULT_CONTEXT, metavar="N", help="tokens of a context (default: 32768)"
@@ -34,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.subtract_weights and args.memory is None:
         raise UsageError("--subtract-weights needs --memory")
+    if args.strict and not args.paths:
+        raise UsageError("--strict needs a PATH whose configuration is read")
     memory = None if args.memory is None else parse_bytes(args.memory)
     rows = table(_models(args), args.context, memory, args.subtract_weights)
     if args.json:
@@ -51,7 +49,7 @@ def _models(args: argparse.Namespace) -> list[Any]:
 
         return known_models()
     from plait.model.kv_arithmetic import facts_of
-    from plait.weights.inspect import read_config
+    from plait.weights.checkpoint import read_config
 
     return [facts_of(path, read_config(path, args.strict)) for path in args.paths]
 

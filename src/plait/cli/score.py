@@ -18,11 +18,10 @@ from plait.cli.common import (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "score",
-        help="perplexity and log-probabilities of text",
-        description="Every token is scored once, given the tokens before it in a sliding window.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Every token is scored once, given the tokens before it in a sliding window. The forward runs without the"
+        " engine: there is no key/value cache to size and nothing is sampled."
     )
     parser.add_argument("model", metavar="MODEL", help="as for generate; `default` is the embedded model")
     parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - for standard input")

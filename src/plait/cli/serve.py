@@ -11,9 +11,8 @@ from plait.cli.common import MODEL_HELP, add_model_flags, engine_options, positi
 from plait.errors import UsageError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags."""
-    parser = subparsers.add_parser("serve", help="OpenAI-compatible server with a chat page", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("models", nargs="*", metavar="MODEL", help=MODEL_HELP + "; several are served together")
     add_model_flags(parser)
     group = parser.add_argument_group("server")

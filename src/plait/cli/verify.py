@@ -18,12 +18,10 @@ from plait.cli.common import (
 from plait.errors import UsageError
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "verify",
-        help="compare a checkpoint with a reference implementation, token by token",
-        description="Loads the model with plait and with transformers, in fp32 unless --dtype says otherwise, and"
-        " compares log-probabilities at every position and greedy texts. Exit status 0: they agree, 1: they differ.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Loads the model with plait and with transformers, in fp32 unless --dtype says otherwise, and"
+        " compares log-probabilities at every position and greedy texts. Exit status 0: they agree, 1: they differ."
     )
     add_model_argument(parser)
     parser.add_argument("--reference", metavar="PATH", help="let transformers read this checkpoint instead of MODEL")
@@ -32,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--length", type=positive, metavar="N", help="tokens of the long built-in prompt")
     parser.add_argument("-n", "--new-tokens", type=_count, default=32, metavar="N", help="greedy tokens per prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    add_model_flags(parser)
+    add_model_flags(parser, sampling=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
         if not texts:
             raise UsageError(f"{args.prompts} holds no prompts")
     options = engine_options(args)
-    options.pop("generation_config")
     with progress("comparing with transformers"):
         from plait.verify.run import verify
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.errors import CapacityError, UsageError
+from plait.errors import CapacityError, ConfigError, RequestError, UsageError
 from plait.kernels.native import available_memory_bytes, usable_cpus
 from plait.memory.layout import CacheLayout, make_layout
 
@@ -47,8 +47,104 @@ def parse_bytes(text: int | str) -> int:
     return int(float(match[1]) * unit)
 
 
-def build_engine(
+@dataclass
+class LoadedModel:
+    """Weights in memory and what came with them. defaults: the checkpoint's own sampling parameters."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    defaults: dict[str, Any]
+    name: str
+
+
+def check_options(
+    *,
+    device: str = "cpu",
+    kv_memory: int | str | None = None,
+    kv_dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 32,
+    max_batched_tokens: int = 512,
+    generation_config: str = "auto",
+    threads: int | None = None,
+    plan: str = "reference",
+    **_: Any,
+) -> None:
+    """Raise UsageError for options of `build_engine` that no model can satisfy."""
+    if plan != "reference":
+        raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
+    if kv_memory is not None:
+        parse_bytes(kv_memory)
+    _kv_dtype(kv_dtype, None)
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("threads", threads),
+        ("max_num_seqs", max_num_seqs),
+        ("max_batched_tokens", max_batched_tokens),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value} must be at least 1")
+    if max_num_seqs > max_batched_tokens:
+        raise UsageError(f"max_num_seqs={max_num_seqs} sequences do not fit in a step of {max_batched_tokens} tokens")
+    if generation_config not in ("auto", "none"):
+        raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
+
+
+def load_model(
     model: str | Path | Decoder | None = None,
+    *,
+    dtype: Any = "auto",
+    device: str = "cpu",
+    strict: bool = False,
+    generation_config: str = "auto",
+    threads: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    **_: Any,
+) -> LoadedModel:
+    """Load what `build_engine` needs of a model; takes the same options and ignores those of the engine.
+
+    threads: of this process from now on, for loading too; default all usable processors.
+    """
+    import torch
+
+    from plait.model.decoder import Decoder
+    from plait.text.tokenizer import load_tokenizer
+    from plait.weights.checkpoint import open_checkpoint
+    from plait.weights.load import load
+
+    if device.startswith("cpu"):
+        torch.set_num_threads(usable_cpus() if threads is None else threads)
+    if isinstance(model, Decoder):
+        return LoadedModel(model, tokenizer, {}, model.config.model_type)
+    checkpoint = open_checkpoint(model, strict)
+    defaults: dict[str, Any] = {}
+    if generation_config == "auto":
+        defaults = checkpoint.generation_defaults
+        _check_defaults(checkpoint.path, defaults)
+    decoder = load(checkpoint, dtype, device, strict)
+    tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+    checkpoint.source.close()
+    name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name
+    return LoadedModel(decoder, tokenizer, defaults, name)
+
+
+def _check_defaults(path: Path, defaults: dict[str, Any]) -> None:
+    from plait.engine.params import SamplingParams
+    from plait.weights.checkpoint import GGUF_SAMPLING_KEYS, config_file
+
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        beside = config_file(path)
+        if beside is not None:
+            where = str(beside.with_name("generation_config.json"))
+        else:
+            where = f"{path}, {next(key for key, name in GGUF_SAMPLING_KEYS.items() if name == error.field)}"
+        raise ConfigError(f"{where}: {error}; correct it, or set --generation-config none") from None
+
+
+def build_engine(
+    model: str | Path | Decoder | LoadedModel | None = None,
     *,
     dtype: Any = "auto",
     device: str = "cpu",
@@ -67,47 +163,51 @@ def build_engine(
 ) -> EngineBundle:
     """Load a model and put an engine around it.
 
-    model: None (the default model), a path, `hf:OWNER/NAME`, or a live Decoder. kv_memory: bytes of the key/value pool;
-    default kv_share of the free memory, at most what max_num_seqs full contexts need. max_model_len: default the
-    model's own, lowered to what fits. Further options go to `Engine`. Raises PlaitError for what cannot work.
+    model: None (the default model), a path, `hf:OWNER/NAME`, a live Decoder, or what `load_model` gave. kv_memory:
+    bytes of the key/value pool; default kv_share of the free memory, at most what max_num_seqs full contexts need.
+    max_model_len: default the model's own, lowered to what fits. Further options go to `Engine`. Raises PlaitError for
+    what cannot work.
     """
-    import torch
-
     from plait.engine.engine import Engine
     from plait.engine.reference_executor import ReferenceExecutor
-    from plait.model.decoder import Decoder
 
     # What can be refused without the weights is refused before they are loaded.
-    if plan != "reference":
-        raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
-    budget = None if kv_memory is None else parse_bytes(kv_memory)
-    _kv_dtype(kv_dtype, None)
-    if max_num_seqs > max_batched_tokens:
-        raise UsageError(f"max_num_seqs={max_num_seqs} sequences do not fit in a step of {max_batched_tokens} tokens")
-    if generation_config not in ("auto", "none"):
-        raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
-    if device.startswith("cpu"):
-        torch.set_num_threads(threads or usable_cpus())
-    defaults: dict[str, Any] = {}
-    if isinstance(model, Decoder):
-        decoder, name = model, model.config.model_type
+    check_options(
+        kv_memory=kv_memory,
+        kv_dtype=kv_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        generation_config=generation_config,
+        threads=threads,
+        plan=plan,
+    )
+    if isinstance(model, LoadedModel):
+        loaded = model
     else:
-        decoder, tokenizer, defaults, name = _load(model, dtype, device, strict, tokenizer)
-    if generation_config == "none":
-        defaults = {}
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            strict=strict,
+            generation_config=generation_config,
+            threads=threads,
+            tokenizer=tokenizer,
+        )
+    decoder, tokenizer, defaults = loaded.decoder, loaded.tokenizer, loaded.defaults
     config = decoder.config
     numbers = _kv_dtype(kv_dtype, decoder.dtype)
-    wanted = max_model_len or config.max_positions
+    wanted = config.max_positions if max_model_len is None else max_model_len
     if wanted > config.max_positions:
         raise CapacityError(
             f"max_model_len={wanted} is beyond the model's {config.max_positions} positions", field="max_model_len"
         )
     layout = make_layout(config.caches(), numbers.itemsize, wanted, max_batched_tokens)
     full = layout.blocks_per_sequence(wanted, max_batched_tokens) * max_num_seqs + 1
-    if budget is None:
+    if kv_memory is None:
         num_blocks = min(int(available_memory_bytes() * kv_share) // layout.block_bytes, full)
     else:
-        num_blocks = budget // layout.block_bytes
+        num_blocks = parse_bytes(kv_memory) // layout.block_bytes
     length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
     executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
     engine = Engine(
@@ -119,29 +219,14 @@ def build_engine(
         eos_token_ids=frozenset(config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         **options,
     )
-    bundle = EngineBundle(engine, tokenizer, config, defaults, length, name)
+    bundle = EngineBundle(engine, tokenizer, config, defaults, length, loaded.name)
     bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, decoder)
+    bundle.report["kv_pool_touched_bytes"] = executor.touched_bytes()
     bundle.lines = [*(decoder.load_report.lines() if decoder.load_report else []), *notes, _fits_line(bundle.report)]
     if defaults:
         shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
         bundle.lines.append(f"sampling defaults from the checkpoint: {shown}")
     return bundle
-
-
-def _load(
-    model: str | Path | None, dtype: Any, device: str, strict: bool, tokenizer: Tokenizer | None
-) -> tuple[Decoder, Tokenizer, dict[str, Any], str]:
-    from plait.text.tokenizer import load_tokenizer
-    from plait.weights.checkpoint import open_checkpoint
-    from plait.weights.load import load
-
-    checkpoint = open_checkpoint(model, strict)
-    decoder = load(checkpoint, dtype, device, strict)
-    tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-    defaults = checkpoint.generation_defaults
-    checkpoint.source.close()
-    name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name
-    return decoder, tokenizer, defaults, name
 
 
 def _kv_dtype(name: str, compute: Any) -> Any:
@@ -197,8 +282,10 @@ def memory_report(
 
 
 def _fits_line(report: dict[str, Any]) -> str:
+    touched = report["kv_pool_touched_bytes"]
+    now = "" if touched is None else f" ({touched / 2**20:,.0f} MiB of it touched)"
     return (
-        f"key/value pool {report['kv_pool_bytes'] / 2**20:,.0f} MiB reserved,"
+        f"key/value pool {report['kv_pool_bytes'] / 2**20:,.0f} MiB reserved{now},"
         f" {report['kv_bytes_per_token'] / 1024:.1f} KiB per token,"
         f" room for {report['full_length_requests']} requests of {report['max_model_len']:,} tokens"
     )

@@ -28,7 +28,7 @@ def plan(
     from plait.model.decoder import build
     from plait.model.record import record
     from plait.ops.report import Sizes, plan_rows, totals
-    from plait.weights.inspect import read_config
+    from plait.weights.checkpoint import read_config
 
     if (batch is None) != (length is None):
         raise UsageError("--batch and --length belong together: give both or neither")

@@ -125,11 +125,16 @@ def _read(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _build(options: list[dict[str, Any]]) -> list[EngineBundle]:
-    from plait.engine.build import KV_SHARE, build_engine
+    from plait.engine.build import KV_SHARE, build_engine, check_options, load_model
 
-    # The pools' pages are touched later: what is free now must do for all of them.
+    for own in options:
+        check_options(**own)
+    loaded = [load_model(**own) for own in options]
+    # All weights are in memory now, and the pools' pages are touched later: what is free must do for all pools.
     share = KV_SHARE / len(options)
-    return [build_engine(kv_share=share, **own) for own in options]
+    return [
+        build_engine(**{**own, "model": model, "kv_share": share}) for own, model in zip(options, loaded, strict=True)
+    ]
 
 
 def _info(bundle: EngineBundle, options: dict[str, Any]) -> ModelInfo:

@@ -19,11 +19,6 @@ def known_models() -> list[CacheFacts]:
     return [*(facts_of(name, parse_config(raw)) for name, raw in _CONFIGS.items()), *_FACTS]
 
 
-def known_config(name: str) -> dict[str, Any]:
-    """The config.json dictionary of a model in the table that has one; KeyError otherwise."""
-    return dict(_CONFIGS[name])
-
-
 def _config(model_type: str, sizes: tuple[int, int, int, int, int], **keys: Any) -> dict[str, Any]:
     """sizes: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads."""
     hidden, ffn, layers, heads, kv_heads = sizes

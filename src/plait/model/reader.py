@@ -146,8 +146,8 @@ class ConfigReader:
         if not _is_number(value):
             raise ConfigError(f"{key}={_short(value)} in config.json must be a finite number")
         if not low <= value < below:
-            least = "" if low == -inf else f" of at least {low:g}"
-            raise ConfigError(f"{key}={value!r} must be a number{least}" + ("" if below == inf else f" below {below:g}"))
+            limits = ("" if low == -inf else f" of at least {low:g}") + ("" if below == inf else f" below {below:g}")
+            raise ConfigError(f"{key}={value!r} must be a number{limits}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:

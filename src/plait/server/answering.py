@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from plait.server.call import Call
+from plait.server.deadline import Deadline, disconnected
 from plait.server.errors import ApiError, api_error
 
 log = logging.getLogger("plait.server")
@@ -34,44 +35,34 @@ def event(document: Any) -> bytes:
     return b"data: " + dumps(document) + b"\n\n"
 
 
-async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has closed the connection (the body must have been read)."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def answer(request: Request, call: Call, build: Awaitable[Any], timeout_s: float | None) -> Response:
+async def answer(request: Request, call: Call, build: Awaitable[Any], deadline: Deadline) -> Response:
     """The document that `build` makes; the call is aborted when the client leaves or the deadline passes first."""
     work = asyncio.ensure_future(build)
     gone = asyncio.ensure_future(disconnected(request.receive))
     try:
-        await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, gone}, timeout=deadline.left_s(), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return json_response(work.result())
         if gone.done():
             return Response(status_code=CLIENT_GONE)
-        raise timed_out(timeout_s)
+        raise deadline.error()
     finally:
         for task in (work, gone):
             task.cancel()
         call.close()
 
 
-def timed_out(timeout_s: float | None) -> ApiError:
-    return ApiError(504, f"the request did not end within {timeout_s:g} s (--request-timeout)", code="timeout")
-
-
 class EventStream(Response):
     """Server-sent events of a call; a failure becomes an event with an error object; then one [DONE]."""
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes], timeout_s: float | None) -> None:
+    def __init__(self, call: Call, events: AsyncIterator[bytes], deadline: Deadline) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         # The base class thinks of a body that is known.
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         self._call = call
         self._events = events
-        self._timeout_s = timeout_s
+        self._deadline = deadline
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         work = asyncio.ensure_future(self._send_all(send))
@@ -90,11 +81,11 @@ class EventStream(Response):
     async def _send_all(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._deadline.left_s()):
                 async for data in self._events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
-            await self._send_error(send, timed_out(self._timeout_s))
+            await self._send_error(send, self._deadline.error())
         except OSError:
             raise
         except Exception as error:

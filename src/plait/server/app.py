@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -18,15 +18,18 @@ from plait.server.body import ClientGone, read_json
 from plait.server.call import Call
 from plait.server.chat import ChatAnswer
 from plait.server.completions import CompletionAnswer
+from plait.server.deadline import Deadline
 from plait.server.errors import ApiError, api_error, bad_request, unknown_model
 from plait.server.logs import RequestLog
 from plait.server.params import chat_fields, chat_params, completion_params
 from plait.server.prompts import encode_messages, encode_prompt, split_prompts
 from plait.server.protocol import AnyBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from plait.server.security import KeyGuard, Keys
+from plait.server.security import HostGuard, KeyGuard, Keys
 from plait.server.state import Served, ServerState, new_id
 
 log = logging.getLogger("plait.server")
+
+Answer = TypeVar("Answer")
 
 _PAGE_HEADERS = {
     # The page can load nothing from elsewhere, and no other site can frame it.
@@ -77,6 +80,8 @@ def create_app(state: ServerState) -> Any:
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
+    if state.settings.hosts:
+        guarded = HostGuard(guarded, state.settings.hosts)
     return RequestLog(guarded, state.settings.log_json)
 
 
@@ -144,9 +149,19 @@ async def _read(state: ServerState, request: Request, kind: type[AnyBody]) -> An
     return kind.parse(data)
 
 
+def opened(call: Call, kind: Callable[[Call, AnyBody], Answer], body: AnyBody) -> Answer:
+    """What makes the answer of a call that is already running; the call does not outlive a failure."""
+    try:
+        return kind(call, body)
+    except BaseException:
+        call.close()
+        raise
+
+
 async def completions(state: ServerState, request: Request) -> Response:
     """POST /v1/completions."""
     body = await _read(state, request, CompletionBody)
+    deadline = Deadline(state.settings.request_timeout_s)
     served = state.find_model(body.model)
     params = completion_params(body, served.info.default_params)
     parts = split_prompts(body.prompt)
@@ -156,17 +171,18 @@ async def completions(state: ServerState, request: Request) -> Response:
     def encode() -> Any:
         return [encode_prompt(served.tokenizer, part, add) for part in parts], served.words.resolve(params)
 
-    prompts, params = await state.text_work(encode)
+    prompts, params = await state.text_work(served, encode, request.receive, deadline)
     call = Call(state, served, new_id("cmpl"), prompts, params, request.scope["plait.log"], body.cache_salt)
-    reply = CompletionAnswer(call, body)
+    reply = opened(call, CompletionAnswer, body)
     if body.stream:
-        return EventStream(call, reply.events(), state.settings.request_timeout_s)
-    return await answer(request, call, reply.document(), state.settings.request_timeout_s)
+        return EventStream(call, reply.events(), deadline)
+    return await answer(request, call, reply.document(), deadline)
 
 
 async def chat_completions(state: ServerState, request: Request) -> Response:
     """POST /v1/chat/completions."""
     body = await _read(state, request, ChatBody)
+    deadline = Deadline(state.settings.request_timeout_s)
     served = state.find_model(body.model)
     try:
         params = chat_params(body, served.info.default_params)
@@ -178,15 +194,15 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
             )
             return prompt, served.words.resolve(params)
 
-        prompt, params = await state.text_work(encode)
+        prompt, params = await state.text_work(served, encode, request.receive, deadline)
         log_facts = request.scope["plait.log"]
         call = Call(state, served, new_id("chatcmpl"), [prompt], params, log_facts, body.cache_salt)
     except RequestError as error:
         raise api_error(error, chat_fields(body)) from None
-    reply = ChatAnswer(call, body)
+    reply = opened(call, ChatAnswer, body)
     if body.stream:
-        return EventStream(call, reply.events(), state.settings.request_timeout_s)
-    return await answer(request, call, reply.document(), state.settings.request_timeout_s)
+        return EventStream(call, reply.events(), deadline)
+    return await answer(request, call, reply.document(), deadline)
 
 
 # Models and tokens
@@ -232,7 +248,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         kwargs = body.chat_template_kwargs
         return encode_messages(served.tokenizer, body.messages, body.add_generation_prompt, kwargs).ids
 
-    ids = await state.text_work(encode)
+    deadline = Deadline(state.settings.request_timeout_s)
+    ids = await state.text_work(served, encode, request.receive, deadline)
     result = {"count": len(ids), "max_model_len": served.info.max_model_len, "tokens": ids}
     if body.return_token_strs:
         result["token_strs"] = [served.tokenizer.token_text(token) for token in ids]
@@ -249,7 +266,12 @@ async def detokenize(state: ServerState, request: Request) -> Response:
     for token in tokens:
         if not 0 <= token < size:
             raise bad_request(f"token id {token} is outside the vocabulary: ids are 0 to {size - 1}", "tokens")
-    text = await state.text_work(lambda: served.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def decode() -> str:
+        return served.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    deadline = Deadline(state.settings.request_timeout_s)
+    text = await state.text_work(served, decode, request.receive, deadline)
     return json_response({"prompt": text})
 
 

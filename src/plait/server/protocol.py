@@ -114,6 +114,13 @@ class SamplingBody(Body):
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
 
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Self:
+        body = super().parse(data)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options is only allowed together with stream: true", "stream_options")
+        return body
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)

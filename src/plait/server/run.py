@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plait.engine.process import EngineProcess
 from plait.errors import UsageError
+from plait.server.security import loopback_hosts
 from plait.server.state import Settings
 
 log = logging.getLogger("plait.server")
@@ -43,6 +44,8 @@ def serve(specs: list[ModelSpec], host: str, port: int, settings: Settings, say:
     start_s = time.monotonic()
     # Until the event loop has its own handlers: an orderly end, so that the engine's is seen to.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if is_loopback(host) and not settings.keys:
+        settings = replace(settings, hosts=loopback_hosts(host))
     listener = _listen(host, port)
     engine = EngineProcess([{"model": spec.path, **spec.options} for spec in specs])
     try:

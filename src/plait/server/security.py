@@ -65,6 +65,41 @@ class KeyGuard:
         return scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
 
 
+def loopback_hosts(host: str) -> frozenset[str]:
+    """The names by which a server that is bound to the loopback address `host` may be asked."""
+    return frozenset({"localhost", "127.0.0.1", "::1", host.lower()})
+
+
+class HostGuard:
+    """ASGI: answers 403 to a Host header with a name that is not in `hosts`; the port does not matter.
+
+    A page of another site can have its own name resolved to this machine, and is then of the same origin for the
+    browser: only the name that it asks for tells it apart.
+    """
+
+    def __init__(self, app: Any, hosts: frozenset[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            for name, value in scope["headers"]:
+                if name == b"host" and _host_name(value) not in self._hosts:
+                    shown = value.decode("ascii", "backslashreplace")
+                    text = f"the host {shown!r:.100} is not this server's name: use localhost, or set --api-key"
+                    await send_error(send, ApiError(403, text, code="host_not_allowed"))
+                    return
+        await self._app(scope, receive, send)
+
+
+def _host_name(value: bytes) -> str:
+    """A Host header without port, brackets and final dot, in lower case."""
+    text = value.decode("ascii", "backslashreplace").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].removesuffix(".")
+
+
 async def send_error(send: Any, error: ApiError) -> None:
     """An error answer straight through ASGI."""
     body = error.encoded()

@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.engine.words import WordResolver
+from plait.server.body import ClientGone, Receive
+from plait.server.deadline import Deadline, disconnected
 from plait.server.errors import ApiError, bad_request, unknown_model
 
 if TYPE_CHECKING:
@@ -24,10 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line decides. keys: empty for none. request_timeout_s: None for no deadline."""
+    """What the command line decides. keys: empty for none. request_timeout_s: None for no deadline.
+
+    hosts: names that a Host header may have, without port; empty for any.
+    """
 
     keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    hosts: frozenset[str] = frozenset()
     max_queue: int = 1024
     max_body_bytes: int = 8 << 20
     max_connections: int = 1024
@@ -38,16 +44,22 @@ class Settings:
 
 @dataclass
 class Served:
-    """One model. names: the first is its id, the others are accepted too. index: its place in the engine process."""
+    """One model. names: the first is its id, the others are accepted too. index: its place in the engine process.
+
+    text_thread: the one thread that tokenises and renders for it.
+    """
 
     names: list[str]
     index: int
     tokenizer: Tokenizer
     info: ModelInfo
     words: WordResolver = field(init=False)
+    text_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.words = WordResolver(self.tokenizer)
+        # Tokenising a long prompt or rendering a template must hold up neither the streams nor other models.
+        self.text_thread = ThreadPoolExecutor(1, thread_name_prefix="plait-text")
 
     @property
     def id(self) -> str:
@@ -64,8 +76,6 @@ class ServerState:
         self.models: list[Served] = []
         self.phase = "loading"
         self.created = int(time.time())
-        # One thread: tokenising a long prompt or rendering a template must not hold up the streams.
-        self._text = ThreadPoolExecutor(1, thread_name_prefix="plait-text")
 
     def check_accepting(self) -> None:
         """Raises ApiError 503 while no request can be taken."""
@@ -102,9 +112,28 @@ class ServerState:
                 headers={"retry-after": "1"},
             )
 
-    async def text_work(self, work: Callable[[], T]) -> T:
-        """Run what tokenises or renders in the text thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+    async def text_work(self, served: Served, work: Callable[[], T], receive: Receive, deadline: Deadline) -> T:
+        """Run what tokenises or renders in the model's text thread. Raises ApiError 504 when the deadline passes first,
+        ClientGone when the client leaves first: nothing is left to be done with the result then.
+
+        receive: of the request, whose body has been read.
+        """
+        job = served.text_thread.submit(work)
+        task = asyncio.wrap_future(job)
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            waiting: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(waiting, timeout=deadline.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone if gone.done() else deadline.error()
+            result = task.result()
+            if gone.done():
+                raise ClientGone
+            return result
+        finally:
+            # Work that waits for the thread is not begun any more; what runs there cannot be stopped.
+            for future in (job, task, gone):
+                future.cancel()
 
 
 def new_id(prefix: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
+from plait.jsonfile import read_json_if_there
 from plait.text.tokenizer import Tokenizer
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -47,15 +47,7 @@ def load_directory(directory: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file} must hold a JSON object")
-    return content
+    return read_json_if_there(file, TokenizerError)
 
 
 def _text(token: Any) -> str:

@@ -74,7 +74,7 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_TABLE = (
+PRE_TOKENIZERS = (
     PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
         names=("default",),
@@ -189,12 +189,7 @@ _TABLE = (
 
 @cache
 def _by_name() -> dict[str, PreTokenizer]:
-    return {name: entry for entry in _TABLE for name in entry.names}
-
-
-def pre_tokenizer_names() -> list[str]:
-    """Every name that `pre_tokenizer` knows, sorted."""
-    return sorted(_by_name())
+    return {name: entry for entry in PRE_TOKENIZERS for name in entry.names}
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:

@@ -20,6 +20,8 @@ MAX_TOTAL_SIZE = 1 << 28
 MAX_STEPS = 2_000_000
 MAX_SECONDS = 5.0
 MAX_INTEGER_BITS = 4096
+MAX_TIME_PATTERN = 256
+_PADDED_TIME = re.compile(r"%[-_0^#+]*[1-9]")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -108,7 +110,9 @@ def filter_size(name: str, value: Any, arguments: Sequence[Any]) -> int:
         return replace_size(str(value), arguments[0], arguments[1])
     if name == "join":
         return join_size(str(arguments[0]) if arguments else "", value)
-    if name in ("center", "indent", "wordwrap", "batch", "slice", "truncate", "tojson", "round"):
+    if name == "wordwrap" and isinstance(value, str):
+        return wordwrap_size(value, arguments)
+    if name in ("center", "indent", "batch", "slice", "truncate", "tojson", "round"):
         lines = value.count("\n") + 1 if isinstance(value, str) else size_of(value)
         others = sum(size_of(argument) for argument in arguments if not isinstance(argument, int))
         return size_of(value) + lines * (_sum_of_integers(arguments) + others)
@@ -135,10 +139,28 @@ def join_size(separator: str, items: Any) -> int:
     return len(separator) * len(items) + size_of(items)
 
 
+def check_time_pattern(pattern: Any) -> None:
+    """What strftime may be asked: no width, which the C library pads to without bound. Raises TemplateLimitError."""
+    if not isinstance(pattern, str) or len(pattern) > MAX_TIME_PATTERN:
+        raise TemplateLimitError(f"strftime_now takes text of at most {MAX_TIME_PATTERN} characters")
+    if _PADDED_TIME.search(pattern):
+        raise TemplateLimitError("strftime_now takes no widths")
+
+
 def replace_size(text: str, old: Any, new: Any) -> int:
     if not (isinstance(old, str) and isinstance(new, str)):
         return len(text)
     return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+
+
+def wordwrap_size(text: str, arguments: Sequence[Any]) -> int:
+    """Each character may become a line of its own, with the longest argument after it.
+
+    A word is cut from its rest piece by piece: quadratic time in its length, though it moves bytes by the block.
+    """
+    separator = max((len(argument) for argument in arguments if isinstance(argument, str)), default=1)
+    longest = max(map(len, text.split()), default=0)
+    return len(text) * (1 + separator) + len(text) * longest // 64
 
 
 def _sum_of_integers(values: Iterable[Any]) -> int:

@@ -19,7 +19,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from plait.text.template_limits import Budget, TemplateLimitError, binary_size, filter_size, size_of, string_method_size
+from plait.text.template_limits import (
+    Budget,
+    TemplateLimitError,
+    binary_size,
+    check_time_pattern,
+    filter_size,
+    size_of,
+    string_method_size,
+)
 
 MAX_TEMPLATE_CHARS = 1 << 19
 _KEPT_GLOBALS = ("range", "cycler", "joiner")
@@ -41,7 +49,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "dict": lambda *args, **kwargs: self._measured(dict(*args, **kwargs)),
             "namespace": _Namespace,
             "raise_exception": _raise_exception,
-            "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+            "strftime_now": _strftime_now,
         }
         self.globals = {**{name: self.globals[name] for name in _KEPT_GLOBALS}, **helpers}
         kept = {name: function for name, function in self.filters.items() if name not in _DROPPED_FILTERS}
@@ -152,6 +160,11 @@ class _Namespace(Namespace):
         if str(name).startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}")
         super().__setitem__(name, value)
+
+
+def _strftime_now(pattern: str) -> str:
+    check_time_pattern(pattern)
+    return datetime.now().strftime(pattern)
 
 
 def _raise_exception(message: str) -> None:

@@ -230,11 +230,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model directory with `tokenizer.json`, or of a `.gguf` file.
 
+    A `.safetensors` file stands for the directory that it lies in.
+
     Raises:
         UsageError: `path` does not exist.
         TokenizerError: the tokenizer is damaged, unknown or missing; the message names what.
     """
     path = Path(path)
+    if path.suffix == ".safetensors" and path.is_file():
+        path = path.parent
     if path.is_dir():
         from plait.text.hf_tokenizer import load_directory
 

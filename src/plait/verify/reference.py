@@ -19,7 +19,7 @@ from plait.model.families import parse_config
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.load import load
 
-MISSING = "plait verify compares with transformers, which is not here: pip install transformers gguf accelerate"
+MISSING = "plait verify compares with transformers, which is not here: pip install 'plait[bench]'"
 
 
 @dataclass
@@ -98,6 +98,8 @@ def _from_directory(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """AutoModelForCausalLM; a multimodal directory's class is told by its own name, and only its text part runs."""
     import transformers
 
+    if not checkpoint.path.is_dir():
+        raise UsageError(f"{checkpoint.path}: transformers reads whole directories; give the directory")
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
 
 
@@ -121,7 +123,7 @@ def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> 
         )
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = kind.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype)
-    if checkpoint.raw.get("rope_divisors") is not None:
+    if checkpoint.config.rotary[0].divisors is not None:
         notes.append("transformers' GGUF loader ignores rope_freqs: the rotary frequencies are plait's")
         model.model.rotary_emb.inv_freq.copy_(torch.tensor(decoder.rotary_tables[0].inv_freq))
     return Reference(model, f"transformers {transformers.__version__} and its GGUF loader, {path}", notes)
@@ -130,9 +132,8 @@ def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> 
 def _differences(theirs: Any, checkpoint: Checkpoint) -> list[str]:
     """Fields of the model's switches that transformers' reading of the metadata gets otherwise than plait's."""
     ignored = {"eos_token_ids", "bos_token_id", "pad_token_id", "max_positions", "raw", "model_type"}
-    raw = {key: value for key, value in checkpoint.raw.items() if key != "rope_divisors"}
     try:
-        read, ours = asdict(parse_config(theirs.to_dict())), asdict(parse_config(raw))
+        read, ours = asdict(parse_config(theirs.to_dict())), asdict(parse_config(checkpoint.raw))
     except ConfigError:
         return ["the configuration"]
     return [name for name in read if name not in ignored and not _close(read[name], ours[name])]
@@ -154,7 +155,6 @@ def _own_config(checkpoint: Checkpoint) -> Any:
     import transformers
 
     raw: dict[str, Any] = json.loads(json.dumps(checkpoint.raw))
-    raw.pop("rope_divisors", None)
     return transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
 
 

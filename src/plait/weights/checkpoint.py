@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, UsageError
+from plait.jsonfile import read_json
 from plait.model.config import ModelConfig
 from plait.model.families import family, parse_config
 from plait.model.name_map import NameMap
 from plait.weights.locate import locate
-from plait.weights.sources import TensorSource
+from plait.weights.sources import TensorSource, open_source
+
+_DIVISORS = "rope_freqs.weight"
 
 
 @dataclass
 class Checkpoint:
     """An opened checkpoint; tensors are read on demand.
 
-    path: the GGUF file or the directory. raw: its config.json dictionary (made from the metadata for GGUF).
+    path: the file or directory that was opened. raw: its config.json dictionary (made from the metadata for GGUF).
+    config: the model's switches; what a GGUF file says in a tensor (divisors of the rotary frequencies) is in it too.
     """
 
     path: Path
     raw: dict[str, Any]
+    config: ModelConfig
     source: TensorSource
     names: NameMap
     format: str
-    strict: bool = False
-
-    @cached_property
-    def config(self) -> ModelConfig:
-        """The model's switches; raises ConfigError for what plait cannot carry out."""
-        return parse_config(self.raw, self.strict)
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
@@ -42,74 +40,94 @@ class Checkpoint:
         return _generation_defaults(self)
 
     def with_config(self, **changes: Any) -> None:
-        self.__dict__["config"] = replace(self.config, **changes)
+        self.config = replace(self.config, **changes)
 
 
 def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoint:
-    """Open a GGUF file, a Hugging Face directory, `hf:OWNER/NAME` or (None) the default model. Reads headers only."""
+    """Open a GGUF file, a Hugging Face directory, `hf:OWNER/NAME` or (None) the default model. Reads headers only.
+
+    A .safetensors file is opened alone, with the config.json of its directory. Raises ConfigError for what plait cannot
+    carry out.
+    """
     path = locate(model)
-    if path.is_dir():
-        return _open_directory(path, strict)
-    if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
-        return _open_directory(path.parent, strict)
-    return _open_gguf(path, strict)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ConfigError where it is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(data).__name__}")
-    return data
-
-
-def _open_directory(path: Path, strict: bool) -> Checkpoint:
-    from plait.weights.safetensors_source import SafetensorsSource
-
-    config = path / "config.json"
-    if not config.exists():
-        raise UsageError(f"{path} has no config.json; give a GGUF file or a Hugging Face directory")
-    raw = read_json(config)
-    # The configuration is judged first: a family that is refused should say so even where tensors are odd too.
-    model_type = parse_config(raw, strict).model_type
-    return Checkpoint(path, raw, SafetensorsSource(path), family(model_type).names, "safetensors", strict)
-
-
-def _open_gguf(path: Path, strict: bool) -> Checkpoint:
-    from plait.weights.gguf_config import gguf_config
+    if config_file(path) is not None:
+        # The configuration is judged first: a family that is refused should say so even where tensors are odd too.
+        raw = raw_config(path)
+        config = parse_config(raw, strict)
+        return Checkpoint(path, raw, config, open_source(path), family(config.model_type).names, "safetensors")
     from plait.weights.gguf_names import GGUF_NAMES
-    from plait.weights.gguf_source import GGUFSource
 
-    source = GGUFSource(path)
-    metadata: Mapping[str, Any] = source.metadata
-    raw = gguf_config(metadata, {name: source.info(name) for name in source.names()})
-    return Checkpoint(path, raw, source, GGUF_NAMES[metadata["general.architecture"]], "gguf", strict)
+    source: Any = open_source(path)
+    raw = raw_config(path, source)
+    config = with_divisors(parse_config(raw, strict), source)
+    return Checkpoint(path, raw, config, source, GGUF_NAMES[source.metadata["general.architecture"]], "gguf")
 
 
-_SAMPLING_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
+def read_config(model: str | Path | None, strict: bool = False) -> ModelConfig:
+    """The configuration of a checkpoint (None: the default) or of a lone config.json; weights need not be there."""
+    if model is not None and str(model).endswith(".json") and Path(model).is_file():
+        return parse_config(read_json(Path(model)), strict)
+    path = locate(model)
+    if config_file(path) is not None:
+        return parse_config(raw_config(path), strict)
+    return open_checkpoint(path, strict).config
+
+
+def config_file(path: Path) -> Path | None:
+    """Where the config.json of a directory or of a .safetensors file belongs; None for a GGUF file."""
+    if path.is_dir():
+        return path / "config.json"
+    return path.parent / "config.json" if path.suffix == ".safetensors" else None
+
+
+def raw_config(path: Path, source: Any = None) -> dict[str, Any]:
+    """The config.json dictionary of what is at `path`; of a GGUF file, which is given opened, from its metadata."""
+    file = config_file(path)
+    if file is None:
+        from plait.weights.gguf_config import gguf_config
+
+        return gguf_config(source.metadata, {name: source.info(name) for name in source.names()})
+    if not file.exists():
+        raise UsageError(f"{file.parent} has no config.json; give a GGUF file or a Hugging Face directory")
+    return read_json(file)
+
+
+def with_divisors(config: ModelConfig, source: Any) -> ModelConfig:
+    """The configuration with the rotary divisors that a GGUF file may hold as a tensor (llama3's scaling, computed).
+
+    They concern the table of full attention, which is a family's first.
+    """
+    if _DIVISORS not in source.names():
+        return config
+    info = source.info(_DIVISORS)
+    if info.format != "F32":
+        raise ConfigError(f"{info.file}: {_DIVISORS} is stored as {info.format}; only F32 is supported")
+    divisors = tuple(source.file.raw(_DIVISORS).view("<f4").tolist())
+    if not all(0 < divisor < inf for divisor in divisors):
+        raise ConfigError(f"{info.file}: {_DIVISORS} must hold positive numbers")
+    first, *others = config.rotary
+    return replace(config, rotary=(replace(first, divisors=divisors), *others))
+
+
+_SAMPLING_KEYS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+GGUF_SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+    "general.sampling.xtc_probability": "xtc_probability",
+    "general.sampling.xtc_threshold": "xtc_threshold",
+}
 
 
 def _generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    file = directory / "generation_config.json"
     if checkpoint.format == "gguf":
-        names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-        metadata = checkpoint.source.metadata  # type: ignore[attr-defined]
-        found = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
-        return {k: v for k, v in found.items() if v is not None}
-    file = checkpoint.path / "generation_config.json"
-    if not file.exists():
+        data, keys = checkpoint.source.metadata, GGUF_SAMPLING_KEYS  # type: ignore[attr-defined]
+    elif file.exists():
+        data, keys = read_json(file), _SAMPLING_KEYS
+    else:
         return {}
-    data = read_json(file)
-    found = {k: data[k] for k in _SAMPLING_KEYS if data.get(k) is not None}
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    return found
+    return {ours: data.get(theirs) for theirs, ours in keys.items() if data.get(theirs) is not None}

@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.errors import WeightError
+from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
 from plait.model.families import family
 from plait.weights.mapping import Assignment, BoundMap
@@ -34,18 +35,24 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
     """Write `directory` so that transformers loads it. A tied head is written once, as the embedding.
 
     Everything is written beside the target first and moved into place when complete: an interrupted save or a full disk
-    leaves nothing under the final names. Raises WeightError for what config.json cannot express.
+    leaves the target as it was. A directory that exists is swapped for the new one by two renames; of its files, those
+    that a save does not write are kept. Only an end between the two renames leaves no `directory`: the old one is then
+    beside it, whole, as `.NAME-old-...`. Raises WeightError for what config.json cannot express, and UsageError where
+    the target is a file.
     """
-    raw = dict(decoder.config.raw)
-    if raw.pop("rope_divisors", None) is not None:
+    directory = directory.resolve()  # a link stays one
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file; give a directory to save into")
+    if any(spec.divisors is not None for spec in decoder.config.rotary):
         raise WeightError(
             "this model came from a GGUF file whose rotary scaling is a tensor of divisors (rope_freqs);"
             " config.json has no place for it: save from the original checkpoint instead"
         )
+    raw = dict(decoder.config.raw)
     raw["tie_word_embeddings"] = decoder.config.tie_embeddings
     raw["dtype"] = str(decoder.dtype).removeprefix("torch.")
     raw.pop("torch_dtype", None)
-    raw.setdefault("architectures", [_ARCHITECTURES[decoder.config.model_type]])
+    raw.setdefault("architectures", [family(decoder.config.model_type).architecture])
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -56,16 +63,6 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
         _move_into_place(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
 
 
 def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -122,10 +119,11 @@ def _write_tokenizer(decoder: Decoder, directory: Path) -> set[int]:
     source = decoder.source
     if source is None:
         return set()
-    if source.is_dir():
+    if source.is_dir() or source.suffix == ".safetensors":
+        files = source if source.is_dir() else source.parent
         for name in _TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, directory / name)
+            if (files / name).exists():
+                shutil.copyfile(files / name, directory / name)
         return set()
     from plait.text.tokenizer import load_tokenizer
 
@@ -149,13 +147,32 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _move_into_place(temporary: Path, directory: Path) -> None:
-    """Rename the whole directory, or, where one exists, file by file with config.json last."""
+    """Swap an existing directory for the new one; what a save does not write moves across afterwards."""
     if not directory.exists():
         os.chmod(temporary, 0o755)
         os.rename(temporary, directory)
         return
-    stale = [p for p in directory.glob("model*.safetensors*") if not (temporary / p.name).exists()]
-    for path in sorted(temporary.iterdir(), key=lambda p: p.name == "config.json"):
-        os.replace(path, directory / path.name)
-    for path in stale:
-        path.unlink()
+    shutil.copymode(directory, temporary)
+    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+    try:
+        os.rename(directory, old)  # onto an empty directory
+        os.rename(temporary, directory)
+    except BaseException:
+        if directory.exists():
+            old.rmdir()
+        else:
+            os.rename(old, directory)
+        raise
+    for entry in old.iterdir():
+        if not _is_replaced(entry.name, directory):
+            os.rename(entry, directory / entry.name)
+    shutil.rmtree(old)
+
+
+def _is_replaced(name: str, directory: Path) -> bool:
+    """Whether a file of an earlier save must not stay beside the new files: weights always, the tokenizer's if there
+    is a new one."""
+    if (directory / name).exists() or fnmatch(name, "model*.safetensors*"):
+        return True
+    tokenizer = name in _TOKENIZER_FILES or fnmatch(name, "tokenizer*")
+    return tokenizer and (directory / "tokenizer.json").exists()

@@ -10,35 +10,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, PlaitError, UsageError
+from plait.errors import ConfigError, PlaitError
+from plait.jsonfile import read_json_if_there
 from plait.kernels.native import available_memory_bytes
 from plait.memory.layout import make_layout
 from plait.model.config import ModelConfig
 from plait.model.describe import describe
 from plait.model.families import parse_config
 from plait.model.kv_arithmetic import CHUNK_TOKENS
-from plait.weights.checkpoint import read_json
+from plait.weights.checkpoint import config_file, raw_config, with_divisors
 from plait.weights.locate import locate
 from plait.weights.sources import TensorSource, open_source
 
 _GGUF_TOKENIZER = "tokenizer.ggml."
 BYTES = {"bf16": 2, "fp32": 4}
-
-
-def read_config(model: str | Path | None, strict: bool = False) -> ModelConfig:
-    """The configuration of a checkpoint (None: the default) or of a lone config.json; weights need not be there."""
-    if model is not None and str(model).endswith(".json") and Path(model).is_file():
-        return parse_config(read_json(Path(model)), strict)
-    path = locate(model)
-    if path.is_dir():
-        return parse_config(read_json(path / "config.json"), strict)
-    if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
-        return parse_config(read_json(path.parent / "config.json"), strict)
-    source = open_source(path)
-    raw = _raw_config(path, source)
-    if raw is None:
-        raise UsageError(f"{path}: no configuration: give a GGUF file, a directory or a config.json")
-    return parse_config(raw, strict)
 
 
 def inspect_checkpoint(model: str | Path | None, strict: bool = False) -> dict[str, Any]:
@@ -50,13 +35,7 @@ def inspect_checkpoint(model: str | Path | None, strict: bool = False) -> dict[s
     with _no_collection():
         source = open_source(path)
     document: dict[str, Any] = {"path": str(path), "format": "gguf" if hasattr(source, "metadata") else "safetensors"}
-    config: ModelConfig | None = None
-    try:
-        raw = _raw_config(path, source)
-        config = None if raw is None else parse_config(raw, strict)
-        problem = "no config.json" if raw is None else None
-    except PlaitError as error:
-        raw, problem = _raw_directory_config(path), str(error)
+    config, raw, problem = _configuration(path, source, strict)
     document |= {"supported": config is not None, "problem": problem}
     document["config"] = _config_facts(config, raw)
     document["tensors"] = _tensor_facts(source)
@@ -88,18 +67,17 @@ def _no_collection() -> Iterator[None]:
 # Configuration
 
 
-def _raw_config(path: Path, source: TensorSource) -> dict[str, Any] | None:
-    metadata = getattr(source, "metadata", None)
-    if metadata is None:
-        return _raw_directory_config(path)
-    from plait.weights.gguf_config import gguf_config
-
-    return gguf_config(metadata, {name: source.info(name) for name in source.names()})
-
-
-def _raw_directory_config(path: Path) -> dict[str, Any] | None:
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    return read_json(file) if file.is_file() else None
+def _configuration(
+    path: Path, source: Any, strict: bool
+) -> tuple[ModelConfig | None, dict[str, Any] | None, str | None]:
+    """The configuration, its dictionary, and what is wrong where there is none."""
+    raw: dict[str, Any] | None = None
+    try:
+        raw = raw_config(path, source)
+        config = parse_config(raw, strict)
+        return (config if config_file(path) is not None else with_divisors(config, source)), raw, None
+    except PlaitError as error:
+        return None, raw, str(error)
 
 
 def _config_facts(config: ModelConfig | None, raw: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -225,7 +203,7 @@ def _chat_template(path: Path, source: TensorSource) -> str | None:
 
 def _optional_json(file: Path) -> dict[str, Any]:
     try:
-        return read_json(file) if file.is_file() else {}
+        return read_json_if_there(file)
     except ConfigError:
         return {}
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from plait.errors import UsageError, WeightError
 from plait.kernels.native import cpu_features
@@ -18,6 +17,7 @@ from plait.model.config import ModelConfig
 from plait.model.decoder import Decoder, build
 from plait.weights.checkpoint import Checkpoint, open_checkpoint
 from plait.weights.mapping import Assignment, BoundMap
+from plait.weights.sources import TensorSource
 
 log = logging.getLogger("plait.load")
 
@@ -91,14 +91,13 @@ def load(
     start = time.perf_counter()
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, strict)
     _check_device(device)
-    _add_rope_divisors(checkpoint)
-    _settle_head(checkpoint)
+    dropped = _settle_head(checkpoint)
     config = checkpoint.config
     chosen, notes = choose_dtype(dtype, config, device)
     decoder = build(config, chosen, device)
     report = LoadReport(str(checkpoint.path), checkpoint.format, str(chosen).removeprefix("torch."), notes=notes)
     with torch.no_grad():
-        _fill(decoder, checkpoint, report)
+        _fill(decoder, checkpoint, report, dropped)
     decoder.source = checkpoint.path
     report.parameters = decoder.param_counts()["total"]
     report.weight_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
@@ -113,15 +112,13 @@ def _check_device(device: str) -> None:
         raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 
-def _fill(decoder: Decoder, checkpoint: Checkpoint, report: LoadReport) -> None:
+def _fill(decoder: Decoder, checkpoint: Checkpoint, report: LoadReport, dropped: list[str]) -> None:
     parameters = dict(decoder.named_parameters())
     source, config = checkpoint.source, checkpoint.config
-    names = source.names()
-    if config.tie_embeddings:
-        names = [n for n in names if not _is_head(checkpoint, n)]
+    names = [name for name in source.names() if name not in dropped]
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     plan = BoundMap(config, checkpoint.names).incoming(names, shapes)
-    report.skipped = list(plan.skipped)
+    report.skipped = [*dropped, *plan.skipped]
     formats: Counter[str] = Counter()
     for assignment in plan.assignments:
         kind = source.info(assignment.file).format
@@ -154,40 +151,33 @@ def _head_names(checkpoint: Checkpoint) -> set[str]:
     return (files or ours) | prefixed | ours
 
 
-def _is_head(checkpoint: Checkpoint, name: str) -> bool:
-    return name in _head_names(checkpoint)
+def _settle_head(checkpoint: Checkpoint) -> list[str]:
+    """A tied model whose file also holds a head: the flag wins where it is given, a differing head where it is not.
 
-
-def _settle_head(checkpoint: Checkpoint) -> None:
-    """A tied model whose file also holds a head: the flag wins where it is given, a differing head where it is not."""
-    config = checkpoint.config
-    heads = [n for n in checkpoint.source.names() if _is_head(checkpoint, n)]
+    Returns the heads that are left out. Raises WeightError for a head of another shape than the configuration's.
+    """
+    config, source = checkpoint.config, checkpoint.source
+    known = _head_names(checkpoint)
+    heads = [name for name in source.names() if name in known]
     if not config.tie_embeddings or not heads:
-        return
-    bound = BoundMap(config, checkpoint.names)
-    tables = {part.name: a.file for a in bound.outgoing([_EMBEDDING]) for part in a.parts}
-    table = next((n for n in checkpoint.source.names() if bound._without_prefix(n) == tables[_EMBEDDING]), None)
-    if table is None or _equal(checkpoint, table, heads[0]):
-        return
+        return []
+    expected = (config.vocab_size, config.hidden_size)
+    for head in heads:
+        if source.info(head).shape != expected:
+            raise WeightError(f"{head} has shape {source.info(head).shape}; the configuration makes it {expected}")
+    table = BoundMap(config, checkpoint.names).file_of(_EMBEDDING, source.names())
+    if table is None or _equal(source, table, heads[0]):
+        return heads
     if checkpoint.raw.get("tie_word_embeddings") is None:
         log.warning("%s differs from the embedding and tie_word_embeddings is not given: the head is used", heads[0])
         checkpoint.with_config(tie_embeddings=False)
-    else:
-        log.warning("%s differs from the embedding, but tie_word_embeddings is true: the head is ignored", heads[0])
+        return []
+    log.warning("%s differs from the embedding, but tie_word_embeddings is true: the head is ignored", heads[0])
+    return heads
 
 
-def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    source = checkpoint.source
+def _equal(source: TensorSource, first: str, second: str) -> bool:
     if source.info(first).shape != source.info(second).shape:
         return False
     a, b = source.read(first), source.read(second)
     return bool(torch.equal(a, b.to(a.dtype)))
-
-
-def _add_rope_divisors(checkpoint: Checkpoint) -> None:
-    """GGUF carries llama3-style scaling as a tensor of divisors; it becomes part of the configuration."""
-    name = "rope_freqs.weight"
-    if checkpoint.format == "gguf" and name in checkpoint.source.names():
-        divisors: Tensor = checkpoint.source.read(name)
-        checkpoint.raw["rope_divisors"] = divisors.float().tolist()
-        checkpoint.__dict__.pop("config", None)

@@ -82,6 +82,11 @@ class BoundMap:
             raise WeightError(f"the file lacks {few(missing)} that this {self._config.model_type} needs")
         return Plan(tuple(assignments), tuple(skipped))
 
+    def file_of(self, parameter: str, file_names: Iterable[str]) -> str | None:
+        """Which of these names of a file fills one of our parameters, alone; None where none does."""
+        (assignment,) = self.outgoing([parameter])
+        return next((name for name in file_names if self._without_prefix(name) == assignment.file), None)
+
     def outgoing(self, parameters: Sequence[str]) -> Iterator[Assignment]:
         """The file's tensors that our parameters make up, for export; offsets are to be subtracted."""
         made = {}

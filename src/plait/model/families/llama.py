@@ -56,14 +56,15 @@ def pre_norm_decoder(
     """
     d, heads, num_layers = sizes(read)
     width = given_head_width(read, d, heads) if head_width is None else head_width
-    kv = read.optional_integer("num_key_value_heads", heads) if kv_heads is None else kv_heads
+    if kv_heads is None:
+        kv_heads = read.optional_integer("num_key_value_heads")
     max_positions = read.integer("max_position_embeddings")
     theta = read.given("rope_theta", 10_000.0)
     rotary = read.rotary(width, read.rope_block(), theta, max_positions)
     norm = NormSpec(eps=read.number("rms_norm_eps"))
     attention = AttentionSpec(
         num_heads=heads,
-        num_kv_heads=kv,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
         key_width=width,
         value_width=width,
         scale=width**-0.5,

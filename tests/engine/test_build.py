@@ -1,0 +1,140 @@
+"""From a checkpoint to an engine: which numbers are refused, and what the sizes add up to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plait.engine import build
+from plait.engine.build import build_engine, check_options
+from plait.engine.process import _build
+from plait.engine.stats import TouchedBytes
+from plait.errors import ConfigError, UsageError
+from plait.weights.checkpoint import Checkpoint
+from tests.tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def _with_defaults(directory: Path, values: dict[str, Any]) -> Path:
+    (directory / "generation_config.json").write_text(json.dumps(values))
+    return directory
+
+
+@pytest.fixture
+def defaults(directory: Path) -> Any:
+    """Writes generation_config.json, and takes it away at the end."""
+    yield lambda **values: _with_defaults(directory, values)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "threads", "max_num_seqs", "max_batched_tokens"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_zero_is_no_default(directory: Path, name: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"{name}={value} must be at least 1"):
+        build_engine(directory, **{name: value})
+
+
+def test_options_are_judged_before_any_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no amount of memory"):
+        build_engine(tmp_path / "no such model", kv_memory="much")
+    check_options(model="anything", kv_memory="1GiB", max_model_len=1, policy="fcfs")
+
+
+def test_the_checkpoints_defaults_are_used_without_its_length(defaults: Any) -> None:
+    path = defaults(temperature=0.25, top_k=7, max_new_tokens=10**9, do_sample=True, top_p=None)
+    bundle = build_engine(path, kv_memory="1MiB", threads=1)
+    assert bundle.default_params == {"temperature": 0.25, "top_k": 7}
+    assert any("temperature=0.25, top_k=7" in line for line in bundle.lines)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("temperature", -1), ("temperature", "warm"), ("top_k", 1.5), ("top_p", 2), ("repetition_penalty", [])],
+)
+def test_a_bad_default_names_file_and_key(defaults: Any, key: str, value: object) -> None:
+    path = defaults(**{key: value})
+    with pytest.raises(ConfigError, match=f"generation_config.json: {key} must be"):
+        build_engine(path, kv_memory="1MiB", threads=1)
+    assert build_engine(path, kv_memory="1MiB", threads=1, generation_config="none").default_params == {}
+
+
+def test_the_sampling_keys_of_gguf_are_the_same_defaults(tmp_path: Path) -> None:
+    metadata = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.penalty_repeat": 1.5,
+        "general.sampling.xtc_probability": 0.25,
+        "general.sampling.xtc_threshold": 0.0625,
+        "general.sampling.mirostat": 2,
+    }
+    parts: Any = {"raw": {}, "config": None, "source": SimpleNamespace(metadata=metadata), "names": None}
+    checkpoint = Checkpoint(tmp_path / "m.gguf", format="gguf", **parts)
+    expected = {"temperature": 0.5, "repetition_penalty": 1.5, "xtc_probability": 0.25, "xtc_threshold": 0.0625}
+    assert checkpoint.generation_defaults == expected
+    with pytest.raises(ConfigError, match="m.gguf, general.sampling.temp: temperature must be"):
+        build._check_defaults(tmp_path / "m.gguf", {"temperature": -2.0})
+
+
+def test_pools_of_several_models_are_sized_when_all_weights_are_loaded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory as it would be: 64 MiB less 16 MiB per loaded model, and no pool has touched a page yet."""
+    from plait.weights import load as load_module
+
+    loads: list[object] = []
+    load = load_module.load
+
+    def counting(*arguments: Any) -> Any:
+        loads.append(arguments)
+        return load(*arguments)
+
+    monkeypatch.setattr(load_module, "load", counting)
+    monkeypatch.setattr(build, "available_memory_bytes", lambda: (64 - 16 * len(loads)) << 20)
+    bundles = _build([{"model": directory, "threads": 1, "max_num_seqs": 512}] * 2)
+    pools = [bundle.report["kv_pool_bytes"] for bundle in bundles]
+    # Half of the 32 MiB that are left, in two equal parts of whole blocks.
+    assert all(0 <= (8 << 20) - pool < bundles[0].report["kv_block_bytes"] for pool in pools)
+
+
+def test_the_report_says_what_is_reserved_and_what_is_touched(directory: Path) -> None:
+    bundle = build_engine(directory, kv_memory="64MiB", threads=1)
+    executor: Any = bundle.engine.executor
+    if executor.touched_bytes() is None:
+        pytest.skip("this platform does not say what is touched")
+    assert bundle.report["kv_pool_touched_bytes"] < 1 << 20 < bundle.report["kv_pool_bytes"]
+    assert bundle.engine.stats().kv_touched_bytes < 1 << 20
+    assert "64 MiB reserved (0 MiB of it touched)" in bundle.lines[-1]
+
+
+def test_what_is_touched_is_asked_once_for_many_steps_and_never_where_nobody_knows() -> None:
+    asked: list[int] = []
+
+    def ask() -> int:
+        asked.append(len(asked))
+        return 4096
+
+    touched = TouchedBytes(ask)
+    assert {touched.read() for _ in range(100)} == {4096} and asked == [0]
+    assert TouchedBytes(None).read() is None
+
+
+def test_a_step_leaves_every_part_of_a_model_in_its_mode(directory: Path) -> None:
+    import plait
+    from plait.engine.llm import LLM
+    from plait.engine.params import SamplingParams
+
+    decoder = plait.load(directory)
+    decoder.train()
+    frozen = next(module for module in decoder.modules() if module is not decoder)
+    frozen.eval()
+    before = [module.training for module in decoder.modules()]
+    assert True in before and False in before
+    LLM(decoder, kv_memory="1MiB", threads=1).generate([1, 2, 3], SamplingParams(max_tokens=2))
+    assert [module.training for module in decoder.modules()] == before
