@@ -165,7 +165,7 @@ def test_another_vocabulary_is_refused(directories, tmp_path):
 def test_missing_transformers_is_said_with_the_command_that_installs_it(directories, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["verify", str(directories("llama")), *FLAGS]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install 'plait[bench]'" in capsys.readouterr().err
 
 
 def test_a_missing_checkpoint_is_a_wrong_request(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """The registry: model_type -> a function from config.json to `ModelConfig`, and the name map of its files.
 
-A new family is one function decorated with `@register` in a module of this package (named in `_MODULES`), and one
-entry in the parity test.
+A new family is one function decorated with `@register` in a module of this package (named in `_MODULES`);
+ARCHITECTURE.md lists the few tables around it.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def register(
     architecture: str,
     proved_on: str = "random weights",
 ) -> Callable[[Callable[[ConfigReader], ModelConfig]], Callable[[ConfigReader], ModelConfig]]:
-    """Register a family under its `model_type`."""
+    """Register a family under its `model_type`. Rotary buffers of old checkpoints are skipped for every family."""
 
     def add(build: Callable[[ConfigReader], ModelConfig]) -> Callable[[ConfigReader], ModelConfig]:
-        own = names or NameMap(skip=ROTARY_BUFFERS)
+        own = names or NameMap()
+        own = replace(own, skip=(*own.skip, *ROTARY_BUFFERS))
         _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on)
         return build
 

@@ -15,7 +15,7 @@ from plait.model.config import (
 )
 from plait.model.families import register
 from plait.model.families.llama import activation, given_head_width, require_window, sizes, special_tokens
-from plait.model.name_map import ROTARY_BUFFERS, NameMap, paired
+from plait.model.name_map import NameMap, paired
 from plait.model.reader import ConfigReader
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -26,7 +26,7 @@ NAMES = NameMap(
         *paired(f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.post_self_attn_layernorm"),
         *paired(f"{_LAYER}.post_feedforward_layernorm", f"{_LAYER}.post_mlp_layernorm"),
     ),
-    skip=(*ROTARY_BUFFERS, r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+    skip=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
     prefixes=(
         ("language_model.model.", "model."),
         ("model.language_model.", "model."),

@@ -17,7 +17,7 @@ from plait.model.config import (
 )
 from plait.model.families import register
 from plait.model.families.llama import activation, exact_head_width, sizes, special_tokens
-from plait.model.name_map import ROTARY_BUFFERS, NameMap, Rule, paired
+from plait.model.name_map import NameMap, Rule, paired
 from plait.model.reader import ConfigReader
 
 
@@ -49,7 +49,7 @@ NAMES = NameMap(
             for kind in _BOTH
         ),
     ),
-    skip=(*ROTARY_BUFFERS, r"(.*\.)?attention\.(bias|masked_bias)"),
+    skip=(r"(.*\.)?attention\.(bias|masked_bias)",),
 )
 
 
