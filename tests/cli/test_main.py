@@ -85,7 +85,8 @@ WRONG_REQUESTS = [
     (["inspect", "--tensors", "--strict"], "--strict would be ignored: it belongs to inspect alone or --plan or"),
     (["inspect", "--tensors", "--dtype", "fp32"], "--dtype would be ignored"),
     (["inspect", "--trace", "x", "--adapter", "y"], "--adapter is not supported yet"),
-    (["verify", "--generation-config", "none"], "unrecognized arguments: --generation-config"),
+    (["generate", "--promt", "hi"], "did you mean --prompt?"),
+    (["verify", "--generation-config", "none"], "plait verify has no flag --generation-config"),
     (["generate"], "--prompt"),
     (["generate", "-p", "x", "--ids", "y"], "not allowed with"),
     (["generate", "-p", "x", "--system", "y"], "--system needs --chat"),
@@ -102,7 +103,7 @@ WRONG_REQUESTS = [
     (["chat", "--beams", "4"], "--beams is not supported yet"),
     (["score", "default"], "FILE"),
     (["score", "default", "/nowhere.txt"], "/nowhere.txt"),
-    (["score", "default", "-", "--kv-memory", "1GiB"], "unrecognized arguments: --kv-memory"),
+    (["score", "default", "-", "--kv-memory", "1GiB"], "plait score has no flag --kv-memory"),
     (["score", "default", __file__, "--adapter", "y"], "--adapter is not supported yet"),
 ]
 

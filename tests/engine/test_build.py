@@ -110,7 +110,7 @@ def test_the_report_says_what_is_reserved_and_what_is_touched(directory: Path) -
         pytest.skip("this platform does not say what is touched")
     assert bundle.report["kv_pool_touched_bytes"] < 1 << 20 < bundle.report["kv_pool_bytes"]
     assert bundle.engine.stats().kv_touched_bytes < 1 << 20
-    assert "64 MiB reserved (0 MiB of it touched)" in bundle.lines[-1]
+    assert "up to 64 MiB (0 MiB in use)" in bundle.lines[-1]
 
 
 def test_what_is_touched_is_asked_once_for_many_steps_and_never_where_nobody_knows() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +63,11 @@ class TheirSide:
 
     def __init__(self, decoder: Decoder) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|torch")
         with tempfile.TemporaryDirectory() as name:
             source, decoder.source = decoder.source, None
             decoder.save_pretrained(Path(name) / "model")
@@ -86,12 +92,18 @@ class TheirSide:
 
 
 def compare(
-    model: Any, prompt_tokens: int = 512, new_tokens: int = 64, rounds: int = 5, threads: int | None = None
+    model: Any,
+    prompt_tokens: int = 512,
+    new_tokens: int = 64,
+    rounds: int = 5,
+    threads: int | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Both sides in both precisions, alternating; medians in tokens/s and, per task, the ratio of each side's best
     precision.
 
-    model: as for `plait.load`. Raises UsageError where transformers is not installed.
+    model: as for `plait.load`. advance: called after each alternation of each precision, 2 * (rounds + 1) times.
+    Raises UsageError where transformers is not installed.
     """
     import torch
 
@@ -113,6 +125,7 @@ def compare(
     for number in range(rounds + 1):
         for precision, pair in sides.items():
             ours, theirs = pair[0].run(prompt, new_tokens), pair[1].run(prompt, new_tokens)
+            advance()
             if number:  # the first round warms up
                 timings.setdefault((precision, "plait"), []).append(ours)
                 timings.setdefault((precision, "transformers"), []).append(theirs)

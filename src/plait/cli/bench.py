@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from plait.cli.common import MODEL_HELP, positive, print_json, print_table, progress
+from plait.cli.common import MODEL_HELP, Counter, positive, print_json, print_table, progress
 from plait.errors import UsageError
 
 NAMES = {
@@ -43,13 +43,15 @@ def run(args: argparse.Namespace) -> int:
     from plait.bench.transformers_peer import compare
 
     decode = args.name == "decode"
-    with progress("measuring"):
+    rounds = args.rounds or 5
+    with Counter("alternations", 2 * (rounds + 1)) as counter:
         report = compare(
             args.model,
             args.prompt_tokens or (128 if decode else 512),
             args.new_tokens or (64 if decode else 4),
-            args.rounds or 5,
+            rounds,
             args.threads,
+            lambda: counter.advance(1),
         )
     if args.json:
         print_json(report)

@@ -78,11 +78,24 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     if chosen is not None and chosen not in COMMANDS:
         raise UsageError(_unknown(chosen))
+    if chosen is not None:
+        _check_flags(subparsers.choices[chosen], words)
     args = parser.parse_args(words)
     if args.command is None:
         parser.print_help(sys.stderr)
         raise UsageError("no command given")
     return args
+
+
+def _check_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """UsageError for a misspelt --flag, before anything else is found missing because of it."""
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    for word in words[: words.index("--")] if "--" in words else words:
+        flag = word.split("=")[0]
+        if flag.startswith("--") and len(flag) > 2 and not any(name.startswith(flag) for name in (*known, "--version")):
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"{parser.prog} has no flag {flag}{hint} (see {parser.prog} --help)")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -63,14 +63,17 @@ def _print_families() -> None:
 
 
 def _print_rows(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    from plait.model.known_models import arithmetic_only
+
     size = "GiB_for_32k_tokens" if args.context == DEFAULT_CONTEXT else "GiB_for_context"
     header = ["model", "KiB/token", f"GiB for {args.context:,}", "saving", "window"]
     if args.memory is not None:
         header += ["requests", "without recycling"]
     lines = []
+    later = set() if args.paths else arithmetic_only()
     for row in rows:
         cells = [
-            row["model"],
+            row["model"] + " *" * (row["model"] in later),
             f"{row['kv_KiB_per_token']:.1f}",
             f"{row[size]:.2f}",
             row["saving_vs_full_mha"],
@@ -80,6 +83,8 @@ def _print_rows(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
             cells += [f"{row['requests_with_recycling']:,}", f"{row['requests_without_recycling']:,}"]
         lines.append(tuple(cells))
     print_table(tuple(header), lines)
+    if later:
+        print("\n* the arithmetic only: this version does not run the family yet")
     if args.memory is not None:
         rest = "after the bf16 weights" if args.subtract_weights else "all of it for keys and values, weights apart"
         print(

@@ -42,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     try:
+        import fastapi  # noqa: F401 (imported by functions of the server; named here while it can be said plainly)
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+
         from plait.server.logs import configure_logging
         from plait.server.run import ModelSpec, serve
         from plait.server.state import Settings

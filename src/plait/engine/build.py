@@ -283,9 +283,9 @@ def memory_report(
 
 def _fits_line(report: dict[str, Any]) -> str:
     touched = report["kv_pool_touched_bytes"]
-    now = "" if touched is None else f" ({touched / 2**20:,.0f} MiB of it touched)"
+    now = "" if touched is None else f" ({touched / 2**20:,.0f} MiB in use)"
     return (
-        f"key/value pool {report['kv_pool_bytes'] / 2**20:,.0f} MiB reserved{now},"
+        f"key/value pool: up to {report['kv_pool_bytes'] / 2**20:,.0f} MiB{now},"
         f" {report['kv_bytes_per_token'] / 1024:.1f} KiB per token,"
         f" room for {report['full_length_requests']} requests of {report['max_model_len']:,} tokens"
     )

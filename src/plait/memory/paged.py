@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait.errors import UsageError
+from plait.errors import CapacityError, UsageError
 from plait.memory.base import refuse_inputs
 from plait.memory.layout import CacheGroup, CacheLayout
 from plait.memory.paged_step import PagedStep
@@ -42,7 +42,14 @@ class PagedMemory:
         self.pool_bytes = num_blocks * layout.block_bytes
         if self.device.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            flat = torch.frombuffer(mmap.mmap(-1, max(self.pool_bytes, 1), flags=flags), dtype=torch.uint8)
+            try:
+                pages = mmap.mmap(-1, max(self.pool_bytes, 1), flags=flags)
+            except (OSError, OverflowError, ValueError) as error:
+                size = f"{self.pool_bytes / 2**30:,.0f} GiB"
+                raise CapacityError(
+                    f"a key/value pool of {size} cannot be reserved ({error}): lower --kv-memory"
+                ) from None
+            flat = torch.frombuffer(pages, dtype=torch.uint8)
         else:
             flat = torch.zeros(self.pool_bytes, dtype=torch.uint8, device=self.device)
         self._pool = flat[: self.pool_bytes].view(layout.group_layers, num_blocks, layout.layer_bytes)

@@ -19,6 +19,11 @@ def known_models() -> list[CacheFacts]:
     return [*(facts_of(name, parse_config(raw)) for name, raw in _CONFIGS.items()), *_FACTS]
 
 
+def arithmetic_only() -> set[str]:
+    """Names of known models whose family this version does not run."""
+    return {facts.model for facts in _FACTS}
+
+
 def _config(model_type: str, sizes: tuple[int, int, int, int, int], **keys: Any) -> dict[str, Any]:
     """sizes: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads."""
     hidden, ffn, layers, heads, kv_heads = sizes
