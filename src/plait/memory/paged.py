@@ -6,6 +6,7 @@ A block is `layout.block_bytes` opaque bytes; only this file knows that the pool
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import numpy as np
@@ -98,18 +99,19 @@ class PagedMemory:
 
 
 def _resident(pool: Tensor) -> int | None:
-    """Resident size of the pool's map from /proc (Linux)."""
-    address = pool.data_ptr()
+    """Bytes of a tensor's pages that are in memory, asked of the kernel page by page (mincore).
+
+    Not from the process's list of maps: the kernel merges neighbouring maps, so a neighbour's pages would count too.
+    """
     try:
-        inside = False
-        with open("/proc/self/smaps") as lines:
-            for line in lines:
-                first = line.split(" ", 1)[0]
-                if "-" in first and first.replace("-", "").isalnum():
-                    low, high = (int(x, 16) for x in first.split("-"))
-                    inside = low <= address < high
-                elif inside and line.startswith("Rss:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+        library = ctypes.CDLL(None, use_errno=True)
+        page = mmap.PAGESIZE
+        start = pool.data_ptr() // page * page
+        length = pool.data_ptr() + pool.nbytes - start
+        states = np.empty(-(-length // page), np.uint8)
+        failed = library.mincore(
+            ctypes.c_void_p(start), ctypes.c_size_t(length), states.ctypes.data_as(ctypes.c_char_p)
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if failed else int(np.count_nonzero(states & 1)) * page
