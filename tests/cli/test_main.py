@@ -94,7 +94,15 @@ WRONG_REQUESTS = [
     (["generate", "--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
     (["generate", "/nowhere", "-p", "x"], "/nowhere"),
     (["generate", "-p", "x", "--dtype", "int8"], "--dtype"),
-    (["generate", "-p", "x", "--device", "tpu"], "'tpu' is no device"),
+    (["generate", "-p", "x", "--device", "tpu"], "'tpu' is not supported: choose cpu or cuda"),
+    (["generate", "-p", "x", "--device", "mps"], "'mps' is not supported: choose cpu or cuda"),
+    (["generate", "-p", "x", "--device", "cuda:999"], "there is no device cuda:999"),
+    (["generate", "-p", "x", "--threads", "99999999999"], "must be at most 1024"),
+    (["models", "--memory", "99999999TiB"], "more memory than any machine has"),
+    (["models", "--memory", "9" * 400], "more memory than any machine has"),
+    (["models", "--context", "9" * 5000], "must be a whole number"),
+    (["serve", "--port", "9" * 5000], "must be a port"),
+    (["serve", "--host", "a..b"], "cannot listen on a..b"),
     (["generate", "-p", "x", "--temperature", "-1"], "temperature"),
     (["generate", "-p", "x", "--top-p", "2"], "top_p"),
     (["generate", "-p", "x", "-n", "0"], "at least 1"),
@@ -124,6 +132,8 @@ def test_a_wrong_request_is_one_line_and_status_2(
 
 ON_A_MODEL = [
     (["--kv-memory", "lots"], "'lots' is no amount of memory"),
+    (["--kv-memory", "99999999TiB"], "more memory than any machine has"),
+    (["--kv-memory", "1000000TiB"], "lower --kv-memory"),
     (["--kv-dtype", "q8_0"], "q8_0 is not supported yet"),
     (["--plan", "native"], "'native' is not available yet"),
     (["--max-model-len", "513"], "beyond the model's 512 positions"),
@@ -172,6 +182,28 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     )
     assert done.stdout == "[\n  {\n    "
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("models > /dev/full", 1, "plait: error: cannot write the output: No space left on device"),
+        ("--help > /dev/full", 1, "plait: error: cannot write the output: No space left on device"),
+        ("models >&-", 2, "plait: error: standard output is closed"),
+        ("generate --prompt-file - <&-", 2, "plait: error: standard input is closed"),
+        ("chat <&-", 2, "plait: error: standard input is closed"),
+        ("models --context 7 2>&- > /dev/null", 0, ""),
+        ("sing 2>&-", 2, ""),
+        ("sing 2> /dev/full", 2, ""),
+    ],
+)
+def test_closed_and_full_streams_are_one_line_with_the_right_status(command: str, status: int, said: str) -> None:
+    for unbuffered in ("", "1"):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        line = f"{sys.executable} -m plait {command}"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, env=environment)
+        assert done.returncode == status
+        assert len(done.stderr.splitlines()) == bool(said) and done.stderr.startswith(said)
 
 
 def test_an_ignored_config_key_is_one_warning_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,40 @@ def test_a_wrong_request_is_refused_by_name_and_hurts_nobody(prompt: list, param
     assert finish(engine, "healthy")[1] == "length"
 
 
+EVERY_ID = list(range(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"logit_bias": dict.fromkeys(EVERY_ID, -100)}, "logit_bias"),
+        ({"stop_token_ids": EVERY_ID, "min_tokens": 1}, "min_tokens"),
+        ({"stop_token_ids": EVERY_ID[1:], "min_tokens": 1, "logit_bias": {0: -100}}, "min_tokens"),
+        ({"allowed_token_ids": [7], "min_tokens": 1}, "min_tokens"),  # 7 is the model's end
+        ({"allowed_token_ids": [3, 4], "logit_bias": {3: -100}, "bad_words_token_ids": [[4]]}, "bad_words"),
+    ],
+)
+def test_a_request_that_leaves_no_token_to_sample_is_refused_on_arrival(options: dict, field: str) -> None:
+    engine = make_engine(eos_token_ids=[7])
+    with pytest.raises(RequestError, match="leaves no token") as caught:
+        engine.add_request(Request("a", PROMPT, SamplingParams(**options)))
+    assert caught.value.field == field
+    assert not engine.has_unfinished()
+
+
+def test_logits_that_the_requests_own_penalty_makes_infinite_are_not_the_models_fault() -> None:
+    # 3e37 / 0.01 is beyond float32.
+    engine = make_engine(ScriptedExecutor({PROMPT[0]: 3e37}))
+    ends, cached = {}, {}
+    for name, penalty in (("before", 1.0), ("wrong", 0.01), ("after", 1.0)):
+        engine.add_request(Request(name, PROMPT, SamplingParams(temperature=0, repetition_penalty=penalty)))
+        ends[name] = run_to_end(engine)[name, 0][-1]
+        cached[name] = ends[name].num_cached_tokens
+    assert ends["wrong"].finish_reason == "error"
+    assert "the request's penalties" in ends["wrong"].error and "model" not in ends["wrong"].error
+    assert cached["wrong"] == cached["after"] > 0
+
+
 def test_the_largest_ids_of_the_vocabulary_are_valid_everywhere() -> None:
     top = VOCAB - 1
     engine = make_engine(vocab_limit=VOCAB)

@@ -180,8 +180,10 @@ def test_a_step_that_raises_ends_its_requests_and_the_loop_survives() -> None:
 
 def test_masks_that_leave_no_token_end_only_their_request() -> None:
     engine = make_engine()
-    params = SamplingParams(allowed_token_ids=[3], logit_bias={3: -100})
+    # Nothing on arrival says so: the second token may not be what the first had to be.
+    params = SamplingParams(allowed_token_ids=[3], bad_words_token_ids=[[3, 3]])
     engine.add_request(Request("a", PROMPT, params))
     engine.add_request(Request("b", PROMPT, GREEDY))
     outputs = run_to_end(engine)
     assert outputs["a", 0][-1].finish_reason == "error" and outputs["b", 0][-1].finish_reason == "length"
+    assert tokens_of(outputs["a", 0]) == [3] and "the request's masks" in outputs["a", 0][-1].error

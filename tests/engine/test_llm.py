@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plait.engine.llm import LLM
 from plait.engine.params import SamplingParams
-from plait.errors import RequestError
+from plait.errors import EngineError, RequestError
 from tests.tiny import tiny_model_dir
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -125,3 +127,90 @@ def test_a_live_decoder_generates_from_ids_with_its_current_weights() -> None:
     assert after == fresh != before.token_ids
     with pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate("text")
+
+
+def test_streams_interleave_in_one_thread_and_with_other_calls(llm: LLM) -> None:
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in ("Hello", "Other")]
+    first, second = llm.stream("Hello", GREEDY), llm.stream("Other", GREEDY)
+    got: list[list[int]] = [[], []]
+    got[0] += next(first).token_ids
+    got[1] += next(second).token_ids
+    assert llm.generate("Hello", GREEDY)[0].outputs[0].token_ids == alone[0]
+    for deltas in zip(first, second, strict=True):
+        for tokens, delta in zip(got, deltas, strict=True):
+            assert delta.error is None
+            tokens += delta.token_ids
+    assert got == alone
+    assert not llm.engine.has_unfinished()
+
+
+def test_calls_from_several_threads_each_get_their_own_results(llm: LLM) -> None:
+    prompts = ["Hello", "Other", "A third prompt", "x"]
+    alone = [r.outputs[0].token_ids for r in llm.generate(prompts, GREEDY)]
+
+    def streamed(prompt: str) -> list[int]:
+        return [token for delta in llm.stream(prompt, GREEDY) for token in delta.token_ids]
+
+    def generated(prompt: str) -> list[int]:
+        return llm.generate([prompt, "Other"], GREEDY)[0].outputs[0].token_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        for call in (streamed, generated):
+            assert list(pool.map(call, prompts * 2, timeout=60)) == alone * 2
+    assert not llm.engine.has_unfinished() and llm.engine.blocks.usage == 0
+
+
+def test_a_stream_whose_request_was_aborted_raises_instead_of_waiting(llm: LLM) -> None:
+    stream = llm.stream("Hello", GREEDY)
+    llm.engine.abort(next(stream).request_id)
+    with pytest.raises(EngineError, match="aborted elsewhere"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "field"),
+    [
+        ([1.0], "prompt"),
+        (None, "prompt"),
+        (5, "prompt"),
+        ([[1.0]], "prompt"),
+        ({"prompt_token_ids": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "x", "cache_salt": [1]}, "cache_salt"),
+        ({"a": 1, 2: 3}, "prompt"),
+        ("\ud800", "prompt"),
+    ],
+)
+def test_a_prompt_of_no_known_form_is_refused_by_name(llm: LLM, prompts: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "messages", [{"role": "user", "content": "hi"}, "hi", 5, ["hi"], [[]], [[{"role": "user"}, 5]]]
+)
+def test_what_is_no_list_of_messages_is_refused_by_name(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.field == "messages"
+
+
+def test_other_arguments_are_refused_by_name(llm: LLM) -> None:
+    for options, field in (({"params": 5}, "params"), ({"priority": 5}, "priority"), ({"priority": ["a"]}, "priority")):
+        with pytest.raises(RequestError) as caught:
+            llm.generate(["x"], **options)
+        assert caught.value.field == field
+
+
+def test_a_score_that_is_not_finite_is_an_error_with_the_reason() -> None:
+    import torch
+
+    import plait
+    from tests.tiny import tiny_config
+
+    decoder = plait.from_config(tiny_config(), seed=3)
+    with torch.no_grad():
+        next(iter(decoder.parameters())).fill_(float("nan"))
+    with pytest.raises(EngineError, match="text 0 cannot be scored: .*not finite"):
+        LLM(decoder, kv_memory="4MiB", max_num_seqs=2).score([[1, 2, 3]])

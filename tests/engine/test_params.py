@@ -32,7 +32,7 @@ def test_defaults_are_those_of_the_ecosystem() -> None:
         *[("min_p", v) for v in (2, -0.1, NAN)],
         *[("typical_p", v) for v in (0, 1.1, NAN)],
         *[("top_k", v) for v in (-2, 1.5, "3", True)],
-        *[("repetition_penalty", v) for v in (0, -1, NAN, INF)],
+        *[("repetition_penalty", v) for v in (0, -1, 1e-40, 0.009, NAN, INF)],
         *[("presence_penalty", v) for v in (5, -2.1, NAN)],
         *[("frequency_penalty", v) for v in (2.1, NAN)],
         *[("n", v) for v in (0, -1, 5_000_000, 1.0, True)],
@@ -41,10 +41,11 @@ def test_defaults_are_those_of_the_ecosystem() -> None:
         *[("logprobs", v) for v in (-1, 1.5, True)],
         *[("prompt_logprobs", v) for v in (-1, True)],
         *[("seed", v) for v in (1.5, "7", 1 << 64)],
-        *[("stop", v) for v in ("", ["a", ""], [1], 5, {"a": 1}, ["x"] * 65, "x" * 2000)],
+        *[("stop", v) for v in ("", ["a", ""], [1], 5, {"a": 1}, ["x"] * 65, "x" * 2000, ["\ud800"])],
         *[("stop_token_ids", v) for v in ([-1], ["1"], [1.0], [True], 5, "12")],
         *[("allowed_token_ids", v) for v in ([], [-1])],
         *[("bad_words", v) for v in ([""], [3])],
+        *[(name, v) for name in ("bad_words_token_ids", "dry_breaker_token_ids") for v in (5, [5], [[]], "12")],
         *[
             ("logit_bias", v)
             for v in ({"abc": 1}, {"5": 101}, {"5": NAN}, {"-1": 1}, {1.5: 1}, {True: 1}, [5], {5: "1"})

@@ -179,7 +179,10 @@ CHAT_FAULTS = [
     ({"messages": USER, "prompt": "x"}, "prompt"),
     ({"messages": USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"messages": USER, "max_completion_tokens": -6}, "max_completion_tokens"),
-    ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    *(
+        ({"messages": USER, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs")
+        for name in ("messages", "self", "add_generation_prompt")
+    ),
 ]  # fmt: skip
 
 
@@ -215,6 +218,21 @@ def test_a_prompt_beyond_the_context_gets_both_numbers(server):
     message = _error(server.post(COMPLETION, {"prompt": "x" * 8000, "max_tokens": 193}))["message"]
     assert "8192" in message and "8000" in message and "193" in message
     assert _error(server.post(COMPLETION, {"prompt": "x" * 8192, "max_tokens": None}))["param"] == "prompt"
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_soon(server):
+    text = "a b " * 2_000_000
+    for path, body in ((COMPLETION, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        error = _error(server.post(path, body))
+        assert "8192" in error["message"] and "at least" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == ("prompt" if path == COMPLETION else "messages")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt"])
+def test_tokenize_refuses_reserved_names_too(server, name):
+    error = _error(server.post("/tokenize", {"messages": USER, "chat_template_kwargs": {name: 1}}))
+    assert error["param"] == "chat_template_kwargs" and name in error["message"]
 
 
 def test_a_large_body_is_refused_before_it_is_read(server):

@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from plait.errors import UsageError
+from plait.server.run import _listen
 from tests.server.running import Server, children, is_alive, running, wait_for
 
 pytestmark = pytest.mark.slow
@@ -165,3 +168,31 @@ def test_a_port_that_is_taken_is_said_at_once(model_dir):
         server = Server(str(model_dir), "--port", str(taken.getsockname()[1]))
         assert server.wait(60) == 2
     assert "port" in server.output and "Traceback" not in server.output
+
+
+def test_of_two_servers_that_bound_one_port_together_only_one_can_listen():
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        with _listen("127.0.0.1", port), pytest.raises(OSError):
+            other.listen()
+    with pytest.raises(UsageError, match="cannot listen on a..b"):
+        _listen("a..b", 0)
+
+
+def test_an_http_server_that_cannot_start_is_one_line_and_a_failure(tmp_path, model_dir):
+    # A uvicorn whose start fails as where its port is taken.
+    code = (
+        "import sys, uvicorn\n"
+        "async def startup(self, sockets=None): sys.exit(1)\n"
+        "uvicorn.Server.startup = startup\n"
+        "from plait.cli.main import main\n"
+        f"if __name__ == '__main__': sys.exit(main(['serve', {str(model_dir)!r}, '--port', '0', '--threads', '1']))\n"
+    )
+    script = tmp_path / "start.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("plait: error: the HTTP server failed")
+    assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -9,9 +10,11 @@ import sys
 from importlib import resources
 
 import pytest
+from fastapi import Request
 
 from plait.engine.token_output import TokenLogprobs
-from plait.errors import RequestError
+from plait.errors import EngineError, RequestError
+from plait.server.app import health
 from plait.server.body import MAX_DEPTH, parse_object
 from plait.server.errors import ApiError, api_error
 from plait.server.logprobs import CompletionLogprobs, chat_logprobs
@@ -19,6 +22,7 @@ from plait.server.params import chat_params, completion_params
 from plait.server.prompts import check_messages, encode_prompt, split_prompts
 from plait.server.protocol import ChatBody, CompletionBody
 from plait.server.security import Keys
+from plait.server.state import ServerState, Settings
 from plait.text.tokenizer import load_tokenizer
 from tests.tiny import END_OF_TEXT, write_tokenizer
 
@@ -74,6 +78,22 @@ def test_prompts_are_split_by_their_kind():
     assert split_prompts(["a", "b"]) == ["a", "b"]
     assert split_prompts([1, 2]) == [[1, 2]]
     assert split_prompts([[1], [2]]) == [[1], [2]]
+
+
+@pytest.mark.parametrize("death, status", [(None, "unresponsive"), ("it was killed", "dead")])
+def test_an_engine_that_does_not_answer_need_not_be_dead(death, status):
+    class Client:
+        def __init__(self):
+            self.death = death
+
+        async def check(self):
+            raise EngineError("no answer")
+
+    request = Request({"type": "http", "query_string": b"deep=1"})
+    state = ServerState(Settings(), Client(), metrics=None)  # type: ignore[arg-type]
+    state.phase = "ready"
+    answer = asyncio.run(health(state, request))
+    assert answer.status_code == 503 and json.loads(answer.body)["status"] == status
 
 
 def test_an_empty_prompt_needs_a_start_token(tokenizer, tmp_path):

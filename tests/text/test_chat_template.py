@@ -81,7 +81,45 @@ GETS_LARGE = {
     "tuple": grow("1", "(ns.s, ns.s)"),
     "set block": "{% set ns = namespace(s='ab') %}{% for i in range(64) %}{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}"
     "{% set ns.s = x %}{% endfor %}",
+    "list of characters": "{{ ('a' * 1000000) | list | length }}",
+    "map of characters": "{{ ('a' * 1000000) | map('upper') | list | length }}",
+    "lines": "{{ ('\\n' * 1000000).splitlines() | length }}",
+    "words": "{{ ('a ' * 500000).split() | length }}",
+    "fields": "{{ ('a,' * 500000).split(',') | length }}",
+    "translate": "{{ ('a' * 100000).translate({97: 'b' * 100000}) | length }}",
+    "find from the end": "{{ ('a' * 120000).rfind('ab' + 'a' * 60000) }}",
+    "index from the end": "{{ ('a' * 120000).rindex('ab' + 'a' * 60000) }}",
+    "split from the end": "{{ ('a' * 120000).rsplit('ab' + 'a' * 60000) | length }}",
+    "find": "{{ ('a' * 120000).find('a' * 60000 + 'b') }}",
+    "strip": "{{ ('a' * 120000).strip('b' * 60000 + 'a') | length }}",
+    "trim": "{{ ('a' * 120000) | trim('b' * 60000 + 'a') | length }}",
     "output": "{% for i in range(99999) %}{{ 'abcdefgh' * 1000 }}{% endfor %}",
+}
+
+LARGE_NUMBERS = {
+    "hexadecimal": "{{ ('f' * 1000) | int(0, 16) }}",
+    "decimal": "{{ ('1.' ~ '1' * 1000) | float }}",
+    "add": "{% set ns = namespace(s=2 ** 4000) %}{% for i in range(200) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "subtract": "{% set ns = namespace(s=2 ** 4000, t=0) %}"
+    "{% for i in range(400) %}{% set t = ns.s %}{% set ns.s = ns.t - ns.s %}{% set ns.t = t %}{% endfor %}",
+    "divide": "{{ big // 3 }}",
+    "remainder": "{{ big % 3 }}",
+    "quotient": "{{ 3 / big }}",
+    "round": "{{ 5 | round(-8000000) }}",
+    "ceil": "{{ 5 | round(8000000, 'ceil') }}",
+}
+BYTES = {
+    "ljust": "{{ 'a'.encode().ljust(150000000) | length }}",
+    "repeat": "{{ (('a' * 1000).encode() * 150000) | length }}",
+    "integer": "{{ (1).to_bytes(150000000, 'big') | length }}",
+    "integer back": "{{ (1).from_bytes('abc', 'big') }}",
+    "replace": "{{ ('a' * 10000).encode().replace('a'.encode(), ('b' * 10000).encode()) | length }}",
+    "join": "{{ ('a' * 10000).encode().join(['a'.encode()] * 10000) | length }}",
+    "percent": "{{ (('%' + '150000000d').encode() % 5) | length }}",
+    "attr": "{{ ('a' | attr('encode'))() }}",
+    "item": "{{ 'a'['encode']() }}",
+    "given method": "{{ given.ljust(150000000) | length }}",
+    "given": "{{ (given * 150000000) | length }}",
 }
 
 
@@ -114,6 +152,27 @@ def test_a_template_that_builds_too_much_is_stopped(source: str, monkeypatch: py
     monkeypatch.setattr(template_limits, "MAX_TOTAL_SIZE", 1 << 24)
     with pytest.raises(TokenizerError, match="too large"):
         render(source)
+
+
+@pytest.mark.parametrize("source", LARGE_NUMBERS.values(), ids=LARGE_NUMBERS)
+def test_a_template_computes_no_large_number(source: str) -> None:
+    with pytest.raises(TokenizerError, match=r"too large an integer|reads a number of more|rounds to more"):
+        render(source, big=2**5000)
+
+
+@pytest.mark.parametrize("source", BYTES.values(), ids=BYTES)
+def test_a_template_has_no_bytes(source: str) -> None:
+    with pytest.raises(TokenizerError, match=r"unsafe|bytes|undefined"):
+        render(source, given=b"a")
+
+
+def test_long_texts_may_be_searched_and_split() -> None:
+    text = "<|im_start|>a line of words</think>\n" * 40_000
+    source = "{{ text.split('</think>') | length }} {{ text.splitlines() | length }} {{ text.rfind('<|im_start|>') }}"
+    assert render(source, text=text) == f"{40_001} {40_000} {text.rfind('<|im_start|>')}"
+    assert render(
+        "{{ 7 // 2 }} {{ 7 % 4 }} {{ 7 - 9 }} {{ 7 / 2 }} {{ 'ff' | int(0, 16) }} {{ 2.567 | round(2) }}"
+    ) == ("3 3 -2 3.5 255 2.57")
 
 
 def test_a_long_text_may_be_wrapped() -> None:

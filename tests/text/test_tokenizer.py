@@ -294,3 +294,28 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def test_stops_can_name_a_special_token(chatml: Tokenizer) -> None:
     assert chatml.special_token_id("<|im_end|>") in chatml.special_ids
     assert chatml.special_token_id("hello") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b'{"text_config": -1}', "text_config"),
+        ("chat_template.jinja", b"{{ x }}\xff", "is not UTF-8"),
+        ("tokenizer_config.json", None, "is not a regular file"),
+        ("tokenizer.json", None, "is not a regular file"),
+    ],
+)
+def test_odd_files_around_a_tokenizer_are_named(
+    chatml_directory: Path, tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    """content: None for a device that never ends."""
+    for file in chatml_directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is None:
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=message) as error:
+        load_tokenizer(tmp_path)
+    assert name in str(error.value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.cli.common import add_model_argument, add_model_flags, engine_options, load_llm, say
 from plait.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params
+from plait.cli.streams import need_stdin
 from plait.errors import PlaitError, UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from plait.engine.conversation import Conversation
 
+    need_stdin()
     check_sampling_flags(args)
     engine_options(args)
     llm = load_llm(args)

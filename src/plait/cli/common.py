@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.cli.streams import need_stdin
 from plait.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict, --adapter."""
     parser.add_argument("--device", default="cpu", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all that may be used)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: all that may be used)")
     parser.add_argument("--strict", action="store_true", help="unknown keys of a config.json are errors")
     parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
 
@@ -116,20 +116,35 @@ def not_supported_yet(args: argparse.Namespace, *names: str) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number of at least 1")
     return int(text)
 
 
 def device(text: str) -> str:
     """An argparse type: the name of a torch device."""
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu, cuda or cuda:1")
+    from plait.engine.build import check_device
+
+    try:
+        check_device(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def threads(text: str) -> int:
+    """An argparse type: a number of threads that an operating system may give."""
+    from plait.engine.build import MAX_THREADS
+
+    if positive(text) > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be at most {MAX_THREADS}")
+    return int(text)
 
 
 def read_text(name: str) -> str:
     """The text of a file, or of standard input for "-". Raises UsageError for what cannot be read as UTF-8."""
+    if name == "-":
+        need_stdin()
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:

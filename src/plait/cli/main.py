@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from plait import __version__
+from plait.cli.streams import complain, flush_error, prepare_streams
 from plait.errors import PlaitError, UsageError
 
 # name -> the line in `plait --help`. The module plait.cli.<name> has add_arguments(parser), which
@@ -36,6 +36,10 @@ BROKEN_PIPE = 141
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are exceptions of ours, printed like all others."""
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which ignores a failing write."""
+        (file or sys.stderr).write(message)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
@@ -43,26 +47,36 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 (a failure), 2 (a wrong request), 130 (interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _forgiving_output()
     args = argparse.Namespace(debug=False)
     handler = _warnings_to_stderr()
     try:
+        prepare_streams()
         args = parse(words)
-        return _run(args)
+        status = import_module(f"plait.cli.{args.command}").run(args)
     except SystemExit as end:  # --help and --version
-        return end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone. What is still buffered must not raise once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        status = INTERRUPTED
+    except BrokenPipeError:  # the reader has gone
+        status = BROKEN_PIPE
     except Exception as error:
         if args.debug:
             raise
-        return report_error(error)
+        status = report_error(error)
     finally:
         logging.getLogger("plait").removeHandler(handler)
+    return _flushed(status)
+
+
+def _flushed(status: int) -> int:
+    """The exit status once everything that was printed has been written."""
+    unwritten = flush_error(sys.stdout)
+    if isinstance(unwritten, BrokenPipeError):
+        status = status or BROKEN_PIPE
+    elif unwritten is not None:
+        status = status or report_error(unwritten)
+    flush_error(sys.stderr)
+    return status
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -98,19 +112,16 @@ def _check_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             raise UsageError(f"{parser.prog} has no flag {flag}{hint} (see {parser.prog} --help)")
 
 
-def _run(args: argparse.Namespace) -> int:
-    status = import_module(f"plait.cli.{args.command}").run(args)
-    sys.stdout.flush()
-    return status
-
-
 def report_error(error: Exception) -> int:
     """Print an error as one line on stderr; returns its exit status."""
     if isinstance(error, PlaitError):
         text, status = str(error), error.exit_status
+    elif isinstance(error, OSError) and error.strerror:
+        # Of the errors of files, those of a write have no name: it is the output's.
+        text, status = f"{error.filename or 'cannot write the output'}: {error.strerror}", 1
     else:
         text, status = f"{type(error).__name__}: {error} (--debug shows where)", 1
-    print(f"plait: error: {' '.join(text.split())}", file=sys.stderr)
+    complain(f"plait: error: {' '.join(text.split())}")
     return status
 
 
@@ -133,15 +144,7 @@ def _warnings_to_stderr() -> logging.Handler:
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         record.levelname = record.levelname.lower()
-        print(self.format(record), file=sys.stderr)
-
-
-def _forgiving_output() -> None:
-    """A model's text may hold characters that the terminal's encoding lacks: replace them instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure: Any = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+        complain(self.format(record))
 
 
 if __name__ == "__main__":

@@ -115,13 +115,13 @@ def _origin(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535")
     return int(text)
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number")
     return int(text)
 

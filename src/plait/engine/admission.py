@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.engine.params import SamplingParams
+from plait.engine.params import BAN, SamplingParams
 from plait.engine.request import Request
 from plait.errors import CapacityError, RequestError
 from plait.memory.blocks import BlockManager
@@ -18,7 +18,7 @@ class Limits:
 
     embedding_rows: prompt ids are below this. sampled_ids: ids that can be sampled are below this.
     max_model_len: tokens of prompt and output together. pool_tokens: tokens of the longest sequence that the
-    key/value pool holds. max_logprobs: alternatives per token.
+    key/value pool holds. max_logprobs: alternatives per token. end_ids: the model's own end tokens.
     """
 
     embedding_rows: int
@@ -26,6 +26,7 @@ class Limits:
     max_model_len: int
     pool_tokens: int
     max_logprobs: int
+    end_ids: frozenset[int] = frozenset()
 
 
 def longest_sequence(manager: BlockManager, limit: int) -> int:
@@ -43,6 +44,7 @@ def check_request(request: Request, limits: Limits) -> None:
         raise RequestError(f"params must be SamplingParams, got {type(request.params).__name__}", field="params")
     _check_prompt(request, limits)
     _check_ids(request.params, limits)
+    _check_something_is_left(request, limits)
 
 
 def _check_prompt(request: Request, limits: Limits) -> None:
@@ -88,6 +90,28 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
             "dry_sequence_breakers needs a tokenizer: give dry_breaker_token_ids, or an empty list",
             field="dry_sequence_breakers",
         )
+
+
+def _check_something_is_left(request: Request, limits: Limits) -> None:
+    """RequestError where bans and masks that hold from the first token on leave no token to sample."""
+    params = request.params
+    if params.max_tokens == 0:  # nothing is sampled
+        return
+    bans = {
+        "logit_bias": {i for i, bias in params.logit_bias.items() if bias <= BAN},
+        "bad_words": {word[0] for word in params.bad_words_token_ids or () if len(word) == 1},
+        "min_tokens": set[int](),
+    }
+    if params.min_tokens > 0:
+        bans["min_tokens"] = {*limits.end_ids, *request.eos_token_ids, *params.stop_token_ids}
+    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+    banned: set[int] = set()
+    for name, ids in bans.items():
+        banned |= {i for i in ids if i < limits.sampled_ids}
+        left = limits.sampled_ids - len(banned) if allowed is None else len(allowed - banned)
+        if left == 0:
+            masks = " (it masks the end and stop tokens at first)" if name == "min_tokens" else ""
+            raise RequestError(f"{name}{masks} leaves no token that may be sampled: relax it", field=name)
 
 
 def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:

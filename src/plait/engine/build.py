@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Of the memory that is free once the weights are loaded, the pool may take this share. Untouched pages cost nothing.
 KV_SHARE = 0.5
+MAX_THREADS = 1024
+_MAX_BYTES = 2**60
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
 
 
@@ -38,13 +40,31 @@ class EngineBundle:
 
 def parse_bytes(text: int | str) -> int:
     """Bytes from a number or from text such as "2GiB", "512M". Raises UsageError."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
+    if not isinstance(text, str):
+        raise UsageError(f"{text!r:.40} is no amount of memory; give bytes, or text such as 2GiB")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     unit = match and _UNITS.get(match[2].lower())
     if not match or unit is None:
-        raise UsageError(f"{text!r} is no amount of memory; write for example 2GiB or 512MiB")
-    return int(float(match[1]) * unit)
+        raise UsageError(f"{text!r:.40} is no amount of memory; write for example 2GiB or 512MiB")
+    size = float(match[1]) * unit
+    if size > _MAX_BYTES:
+        raise UsageError(f"{text!r:.40} is more memory than any machine has")
+    return int(size)
+
+
+def check_device(device: str) -> None:
+    """UsageError for a device that is not supported, or that this machine lacks."""
+    match = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", device) if isinstance(device, str) else None
+    if match is None:
+        raise UsageError(f"device {device!r:.40} is not supported: choose cpu or cuda (cuda:1, ...)")
+    if match[1] == "cuda":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(match[2] or 0) >= count:
+            raise UsageError(f"there is no device {device} here ({count} CUDA devices): use cpu")
 
 
 @dataclass
@@ -75,6 +95,9 @@ def check_options(
         raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
     if kv_memory is not None:
         parse_bytes(kv_memory)
+    check_device(device)
+    if threads is not None and threads > MAX_THREADS:
+        raise UsageError(f"threads={threads} must be at most {MAX_THREADS}")
     _kv_dtype(kv_dtype, None)
     for name, value in (
         ("max_model_len", max_model_len),
@@ -173,6 +196,7 @@ def build_engine(
 
     # What can be refused without the weights is refused before they are loaded.
     check_options(
+        device=device,
         kv_memory=kv_memory,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -209,7 +233,11 @@ def build_engine(
     else:
         num_blocks = parse_bytes(kv_memory) // layout.block_bytes
     length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
-    executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
+    try:
+        executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
+    except (RuntimeError, MemoryError, OverflowError, ValueError):
+        size = f"{num_blocks * layout.block_bytes / 2**30:,.1f} GiB"
+        raise UsageError(f"this machine does not give {size} for keys and values: lower --kv-memory") from None
     engine = Engine(
         executor,
         max_model_len=length,

@@ -76,7 +76,9 @@ class Engine:
         sampled_ids = executor.vocab_size if vocab_limit is None else min(vocab_limit, executor.vocab_size)
         self.sampler = Sampler(sampled_ids)
         pool_tokens = longest_sequence(self.blocks, max_model_len)
-        self.limits = Limits(executor.vocab_size, sampled_ids, max_model_len, pool_tokens, max_logprobs)
+        self.limits = Limits(
+            executor.vocab_size, sampled_ids, max_model_len, pool_tokens, max_logprobs, self.eos_token_ids
+        )
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
         self._arrivals = 0
@@ -124,6 +126,10 @@ class Engine:
         owner = self._requests.get(request_id)
         if owner is not None and index in owner.choices:
             self._finish(owner, index, TokenOutput(request_id, index), "stop")
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id has unfinished choices."""
+        return request_id in self._requests
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""

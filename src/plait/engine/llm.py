@@ -8,19 +8,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from plait.engine.outputs import ChoiceDelta, OutputProcessor, ProcessedStep, RequestOutput
+from plait.engine.inputs import Prompt, as_list, check_conversations, check_priority, parse_prompt
+from plait.engine.outputs import ChoiceDelta, OutputProcessor, RequestOutput
 from plait.engine.params import SamplingParams
 from plait.engine.request import Request
+from plait.engine.shared_steps import SharedSteps
 from plait.engine.words import WordResolver
-from plait.errors import RequestError
+from plait.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from plait.engine.build import EngineBundle
     from plait.model.decoder import Decoder
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
 class LLM:
@@ -31,6 +29,7 @@ class LLM:
     key/value pool, None for the default share of free memory. generation_config: "auto" takes the checkpoint's default
     temperature, top_p, top_k, repetition penalty for calls without params, "none" does not.
     Further keywords go to the engine (max_batched_tokens, policy, seed, ...).
+    Calls may overlap, as interleaved streams of one thread or from several threads: they share the steps.
     Raises PlaitError for a model or an argument that cannot be used.
     """
 
@@ -72,7 +71,7 @@ class LLM:
         self.bundle = bundle
         self.engine = bundle.engine
         self.tokenizer = bundle.tokenizer
-        self._processor = OutputProcessor(self.tokenizer)
+        self._steps = SharedSteps(self.engine, OutputProcessor(self.tokenizer))
         self._words = None if self.tokenizer is None else WordResolver(self.tokenizer)
         self._ids = count()
 
@@ -86,7 +85,7 @@ class LLM:
 
     def refresh(self) -> None:
         """The decoder's weights have changed: forget every key and value computed with older ones."""
-        self.engine.refresh()
+        self._steps.refresh()
 
     # Generation
 
@@ -100,10 +99,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt: a string, {"prompt": text}, {"prompt_token_ids": ids} (either may have "cache_salt"),
         or a list of these. params: one for all, or one per prompt. progress: a bar on the terminal."""
-        items = _as_list(prompts)
+        items = as_list(prompts)
         chosen = self._params_for(items, params)
-        if priority is not None and len(priority) != len(items):
-            raise RequestError(f"{len(priority)} priorities for {len(items)} prompts", field="priority")
+        check_priority(priority, len(items))
         parsed = [self._parse_prompt(item) for item in items]
         requests = [
             Request(self._next_id(), ids, p, priority=priority[i] if priority else 0, cache_salt=salt)
@@ -122,9 +120,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations, of {"role", "content"} messages."""
         tokenizer = self._need_tokenizer("chat")
-        if len(messages) == 0:
-            raise RequestError("messages is empty: give at least one message", field="messages")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations = check_conversations(messages)
         options = dict(chat_template_kwargs or {})
         ids = [tokenizer.encode_chat(c, add_generation_prompt=add_generation_prompt, **options) for c in conversations]
         return self.generate([{"prompt_token_ids": i} for i in ids], params, progress=progress)
@@ -134,17 +130,21 @@ class LLM:
         ((_, ids, salt),) = [self._parse_prompt(prompt)]
         (chosen,) = self._params_for([prompt], params)
         request = Request(self._next_id(), ids, chosen, cache_salt=salt)
-        with self._running([request], [None]):
+        with self._steps.running([request], [None]) as mail:
             finished = False
             while not finished:
-                step = self._step()
-                yield from (delta for delta in step.deltas if delta.request_id == request.request_id)
-                finished = any(result.request_id == request.request_id for result in step.finished)
+                come = self._steps.advance(mail)
+                yield from come.deltas
+                finished = bool(come.finished)
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
-        """Log-probability of every token of each text (or id list) given those before it; None for the first one."""
+        """Log-probability of every token of each text (or id list) given those before it; None for the first one.
+        Raises EngineError where the model gives no finite number."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
         results = self.generate(texts, params)
+        for position, result in enumerate(results):
+            if result.outputs[0].error is not None:
+                raise EngineError(f"text {position} cannot be scored: {result.outputs[0].error}")
         return [
             [
                 None if entry is None else entry[token].logprob
@@ -159,39 +159,22 @@ class LLM:
 
     # Private
 
-    def _step(self) -> ProcessedStep:
-        step = self._processor.process(self.engine.step())
-        for request_id, index in step.to_stop:
-            self.engine.stop(request_id, index)
-        return step
-
     def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        with self._running(requests, texts), _bar(len(requests), progress) as advance:
+        with self._steps.running(requests, texts) as mail, _bar(len(requests), progress) as advance:
             while len(results) < len(requests):
-                for result in self._step().finished:
+                for result in self._steps.advance(mail).finished:
                     results[result.request_id] = result
                     advance()
         return [results[r.request_id] for r in requests]
-
-    @contextmanager
-    def _running(self, requests: list[Request], texts: list[str | None]) -> Iterator[None]:
-        """All requests in the engine, or none; whatever is left at the end (an interrupt) is aborted."""
-        try:
-            for request, text in zip(requests, texts, strict=True):
-                self.engine.add_request(request)
-                self._processor.add_request(request, text)
-            yield
-        finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
-                self._processor.drop(request.request_id)
 
     def _params_for(
         self, items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
+        if not isinstance(params, (SamplingParams, Sequence)):
+            raise RequestError("params must be SamplingParams", field="params")
         each = [params] * len(items) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(items):
             raise RequestError(f"{len(each)} params for {len(items)} prompts: give one or as many", field="params")
@@ -199,20 +182,10 @@ class LLM:
             raise RequestError("params must be SamplingParams", field="params")
         return each if self._words is None else [self._words.resolve(p) for p in each]
 
-    def _parse_prompt(self, item: Prompt) -> tuple[str | None, Sequence[int], str | None]:
+    def _parse_prompt(self, item: Any) -> tuple[str | None, Sequence[int], str | None]:
         """(text, ids, cache salt) of one prompt."""
-        if isinstance(item, str):
-            item = {"prompt": item}
-        elif not isinstance(item, Mapping):
-            item = {"prompt_token_ids": item}
-        unknown = set(item) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown or not ("prompt" in item or "prompt_token_ids" in item):
-            wrong = f"unknown key {sorted(unknown)[0]!r}" if unknown else "neither prompt nor prompt_token_ids"
-            raise RequestError(f"a prompt dictionary has {wrong}", field="prompt")
-        text, ids, salt = item.get("prompt"), item.get("prompt_token_ids"), item.get("cache_salt")
+        text, ids, salt = parse_prompt(item)
         if ids is None:
-            if not isinstance(text, str):
-                raise RequestError(f"prompt must be a string, got {type(text).__name__}", field="prompt")
             ids = self._need_tokenizer("a text prompt").encode(text)
         return text, ids, salt
 
@@ -225,18 +198,6 @@ class LLM:
 
     def _next_id(self) -> str:
         return str(next(self._ids))
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt (text, dictionary, ids) or several, as a list of prompts."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
-    items = list(prompts)
-    if items and all(hasattr(i, "__index__") for i in items):
-        return [items]
-    return items
 
 
 @contextmanager

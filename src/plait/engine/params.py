@@ -16,6 +16,9 @@ from plait.errors import RequestError
 # Below this temperature the distribution is a point on the largest logit: such requests decode greedily.
 GREEDY_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY = 0.01
+# Values of logit_bias with a meaning of their own: never this token, only such tokens.
+BAN, FORCE = -100.0, 100.0
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -34,7 +37,7 @@ class SamplingParams:
     temperature: 0 .. 100; 0, and anything below 1e-4, is greedy (ties to the lowest id), which ignores the filters.
     top_p: 0 .. 1; 0 keeps one token. top_k: keeps ties at the k-th place; 0 or -1 is off.
     min_p: 0 .. 1. typical_p: above 0, at most 1 (off).
-    presence_penalty, frequency_penalty: -2 .. 2, over the output. repetition_penalty: above 0, at most 100,
+    presence_penalty, frequency_penalty: -2 .. 2, over the output. repetition_penalty: 0.01 .. 100,
         over prompt and output.
     seed: any integer of 64 bits; None draws one per request.
     stop: a string or strings; matched on the text (not during the first min_tokens tokens).
@@ -116,7 +119,7 @@ class SamplingParams:
         self._set("logit_bias", _bias(self.logit_bias))
         for name in ("bad_words_token_ids", "dry_breaker_token_ids"):
             if getattr(self, name) is not None:
-                self._set(name, tuple(_ids(name, part, MAX_ID_LIST) for part in getattr(self, name)))
+                self._set(name, _id_lists(name, getattr(self, name)))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -157,7 +160,7 @@ class SamplingParams:
 _NUMBERS = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
-    ("repetition_penalty", 0.0, 100.0, True),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0, False),
     ("temperature", 0.0, MAX_TEMPERATURE, False),
     ("top_p", 0.0, 1.0, False),
     ("min_p", 0.0, 1.0, False),
@@ -223,6 +226,10 @@ def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
         raise RequestError(f"{name} holds an empty string, which would match everywhere; leave it out", field=name)
     if any(len(s) > MAX_STOP_CHARACTERS for s in strings):
         raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARACTERS} characters", field=name)
+    try:
+        "".join(strings).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds half of a surrogate pair, which is no character", field=name) from None
     return tuple(strings)
 
 
@@ -234,6 +241,15 @@ def _ids(name: str, value: Any, limit: int) -> tuple[int, ...]:
     if hasattr(value, "__len__") and len(value) > limit:
         raise RequestError(f"{name} has {len(value)} ids, at most {limit} are allowed", field=name)
     return tuple(_integer(name, item, 0, (1 << 31) - 1) for item in value)
+
+
+def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise RequestError(f"{name} must be a list of lists of token ids, got {value!r:.80}", field=name)
+    lists = tuple(_ids(name, part, MAX_ID_LIST) for part in value)
+    if () in lists:
+        raise RequestError(f"{name} holds an empty list; leave it out", field=name)
+    return lists
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -251,5 +267,5 @@ def _bias(value: Any) -> dict[int, float]:
                 raise RequestError(f"logit_bias key {key!r:.40} is not a token id", field="logit_bias")
             number = int(key)
         number = _integer("logit_bias", number, 0, (1 << 31) - 1)
-        result[number] = _number("logit_bias", bias, -100.0, 100.0, False)
+        result[number] = _number("logit_bias", bias, BAN, FORCE, False)
     return result

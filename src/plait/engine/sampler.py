@@ -20,6 +20,7 @@ from plait.engine.token_output import TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite (NaN or infinity)"
 NOTHING_LEFT = "the request's masks and biases leave no token to choose"
+TOO_LARGE = "the request's penalties and biases make logits that are too large for float32"
 
 
 @dataclass
@@ -68,10 +69,11 @@ class Sampler:
         if state.adjusts:
             np.copyto(self._adjusted, x)
             x = self._adjusted
-            state.adjust(x)
+            with np.errstate(over="ignore", invalid="ignore"):  # judged below
+                state.adjust(x)
             highest = x.max()
             if not np.isfinite(highest):
-                return Sample(error=NOTHING_LEFT if highest < 0 else NOT_FINITE)
+                return Sample(error=NOTHING_LEFT if highest < 0 else TOO_LARGE)
         params = state.params
         if params.greedy:
             return Sample(int(x.argmax()))

@@ -8,11 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.engine.dry import DryState
-from plait.engine.params import SamplingParams
+from plait.engine.params import BAN, FORCE, SamplingParams
 from plait.engine.tokens import TokenBuffer
-
-_BAN = -100.0
-_FORCE = 100.0
 
 
 class TokenCounts:
@@ -72,11 +69,11 @@ class SamplingState:
         self.seed = seed
         self.choice = choice
         self._end_ids = _index(i for i in end_ids if i < vocab_size)
-        added = {i: b for i, b in params.logit_bias.items() if _BAN < b < _FORCE}
+        added = {i: b for i, b in params.logit_bias.items() if BAN < b < FORCE}
         self._bias_ids = _index(added)
         self._bias = np.fromiter(added.values(), np.float32, len(added))
-        self._banned = _index(i for i, b in params.logit_bias.items() if b <= _BAN)
-        self._forced = _index(i for i, b in params.logit_bias.items() if b >= _FORCE)
+        self._banned = _index(i for i, b in params.logit_bias.items() if b <= BAN)
+        self._forced = _index(i for i, b in params.logit_bias.items() if b >= FORCE)
         self._allowed = None if params.allowed_token_ids is None else _index(params.allowed_token_ids)
         self._bad_words = [np.asarray(w, np.int32) for w in params.bad_words_token_ids or () if len(w)]
         self._counts = TokenCounts(tokens.array[:num_prompt]) if params.uses_penalties else None

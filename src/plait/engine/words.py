@@ -29,7 +29,9 @@ class WordResolver:
         """The same parameters with ids in place; unchanged where they have no words or bring ids."""
         filled: dict[str, Any] = {}
         if params.bad_words and params.bad_words_token_ids is None:
-            filled["bad_words_token_ids"] = tuple(ids for word in params.bad_words for ids in self._spellings(word))
+            filled["bad_words_token_ids"] = tuple(
+                ids for word in params.bad_words for ids in self._spellings(word) if ids
+            )
         if params.uses_dry and params.dry_breaker_token_ids is None:
             sequences = [s for text in params.dry_sequence_breakers for s in self._breaker(text)]
             filled["dry_breaker_token_ids"] = tuple(dict.fromkeys(sequences))

@@ -169,7 +169,8 @@ async def completions(state: ServerState, request: Request) -> Response:
     add = body.add_special_tokens is not False
 
     def encode() -> Any:
-        return [encode_prompt(served.tokenizer, part, add) for part in parts], served.words.resolve(params)
+        limit = served.info.max_model_len
+        return [encode_prompt(served.tokenizer, part, add, limit) for part in parts], served.words.resolve(params)
 
     prompts, params = await state.text_work(served, encode, request.receive, deadline)
     call = Call(state, served, new_id("cmpl"), prompts, params, request.scope["plait.log"], body.cache_salt)
@@ -190,7 +191,11 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
 
         def encode() -> Any:
             prompt = encode_messages(
-                served.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+                served.tokenizer,
+                body.messages,
+                body.add_generation_prompt,
+                body.chat_template_kwargs,
+                served.info.max_model_len,
             )
             return prompt, served.words.resolve(params)
 
@@ -243,10 +248,11 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         raise bad_request("give either prompt or messages", "prompt")
 
     def encode() -> list[int]:
+        limit = served.info.max_model_len
         if body.prompt is not None:
-            return served.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens is not False)
+            return served.tokenizer.encode(body.prompt, body.add_special_tokens is not False, limit)
         kwargs = body.chat_template_kwargs
-        return encode_messages(served.tokenizer, body.messages, body.add_generation_prompt, kwargs).ids
+        return encode_messages(served.tokenizer, body.messages, body.add_generation_prompt, kwargs, limit).ids
 
     deadline = Deadline(state.settings.request_timeout_s)
     ids = await state.text_work(served, encode, request.receive, deadline)
@@ -297,7 +303,9 @@ async def health(state: ServerState, request: Request) -> Response:
                 if report.integrity not in ("ok", "busy"):
                     status, document["status"] = 503, "damaged"
         except EngineError as error:
-            status, document = 503, {"status": "dead", "reason": str(error)}
+            # Without an answer the process may still be alive: stopped, or in a very long step.
+            word = "unresponsive" if state.client.death is None else "dead"
+            status, document = 503, {"status": word, "reason": str(error)}
     return json_response(document, status)
 
 

@@ -16,6 +16,9 @@ MAX_DEPTH = 64
 MAX_COMMAS = 250_000
 MAX_BRACKETS = 100_000
 READ_TIMEOUT_S = 30.0
+# Of a body that is refused: a client that still sends when the connection closes may never see the answer.
+_DRAIN_TIMES_LIMIT = 4
+_DRAIN_TIMEOUT_S = 1.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Receive = Callable[[], Awaitable[Any]]
@@ -37,11 +40,13 @@ async def read_json(headers: Mapping[str, str], receive: Receive, max_bytes: int
 
 
 async def _read(headers: Mapping[str, str], receive: Receive, max_bytes: int) -> bytes:
-    # The rest of the body is not read, so the connection cannot be used again.
+    # The rest of the body may not be read, so the connection cannot be used again.
     close = {"connection": "close"}
     too_large = ApiError(413, f"the body has more than {max_bytes} bytes (--max-body-size)", headers=close)
     length = headers.get("content-length", "")
     if length.isdigit() and int(length[:20]) > max_bytes:
+        if headers.get("expect", "").lower() != "100-continue":  # who asks first has sent nothing yet
+            await _drain(receive, _DRAIN_TIMES_LIMIT * max_bytes)
         raise too_large
     chunks, size = [], 0
     try:
@@ -53,12 +58,30 @@ async def _read(headers: Mapping[str, str], receive: Receive, max_bytes: int) ->
                 chunk = message.get("body", b"")
                 size += len(chunk)
                 if size > max_bytes:
+                    if message.get("more_body"):
+                        await _drain(receive, _DRAIN_TIMES_LIMIT * max_bytes)
                     raise too_large
                 chunks.append(chunk)
                 if not message.get("more_body"):
                     return b"".join(chunks)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s", headers=close) from None
+
+
+async def _drain(receive: Receive, max_bytes: int) -> None:
+    """Receives and forgets what is left of a body, within bounds."""
+    size = 0
+    try:
+        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+            while size < max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                size += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
+    except TimeoutError:
+        return
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

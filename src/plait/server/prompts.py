@@ -17,7 +17,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_KEYS = ("role", "content", "name")
 # What clients send back with an assistant's message although it says nothing.
 _EMPTY_KEYS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations")
-_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
+_RESERVED = ("self", "messages", "add_generation_prompt", "tools", "documents")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ def _all_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], add_special_tokens: bool = True) -> Prompt:
-    """Token ids of one prompt; raises RequestError for an empty one."""
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | list[int], add_special_tokens: bool = True, max_model_len: int | None = None
+) -> Prompt:
+    """Token ids of one prompt; raises RequestError for an empty one, CapacityError for one that is far too long."""
     if isinstance(prompt, list):
         return Prompt(prompt)
-    ids = tokenizer.encode(prompt, add_bos=add_special_tokens)
+    ids = tokenizer.encode(prompt, add_bos=add_special_tokens, max_tokens=max_model_len)
     if not ids:
         raise RequestError("the prompt is empty and this model has no start token: give at least one token", "prompt")
     return Prompt(ids, prompt)
@@ -72,14 +74,16 @@ def encode_messages(
     messages: Any,
     add_generation_prompt: bool | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    max_model_len: int | None = None,
 ) -> Prompt:
-    """Token ids of a conversation. Raises RequestError naming the message, TokenizerError where the template fails."""
+    """Token ids of a conversation. Raises RequestError naming the message, CapacityError where it is far too long,
+    TokenizerError where the template fails."""
     kwargs = template_kwargs or {}
     for name in kwargs:
         if name in _RESERVED or not name.isidentifier():
             raise RequestError(f"chat_template_kwargs must not set {name!r:.80}", field="chat_template_kwargs")
     wanted = True if add_generation_prompt is None else add_generation_prompt
-    return Prompt(tokenizer.encode_chat(check_messages(messages), add_generation_prompt=wanted, **kwargs))
+    return Prompt(tokenizer.encode_conversation(check_messages(messages), kwargs, wanted, max_model_len))
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

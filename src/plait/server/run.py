@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.engine.process import EngineProcess
-from plait.errors import UsageError
+from plait.errors import EngineError, UsageError
 from plait.server.security import loopback_hosts
 from plait.server.state import Settings
 
 log = logging.getLogger("plait.server")
 
 _NICENESS = 5
+_BACKLOG = 2048
 # After the engine's death: time for the errors to reach the clients and for /health to be seen red.
 _LAST_WORDS_S = 1.0
 
@@ -62,13 +63,18 @@ def serve(specs: list[ModelSpec], host: str, port: int, settings: Settings, say:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port that is taken is known before anything is loaded."""
+    """A listening socket, so that a port that is taken is known before anything is loaded."""
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+        # Of two servers that start together both can bind; only one can listen.
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError, ValueError) as error:
+        if listener is not None:
+            listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host") from None
     return listener
@@ -107,11 +113,12 @@ class _Server:
         import uvicorn
 
         from plait.server.app import create_app
+        from plait.server.http import HeadTimeoutProtocol
 
         config = uvicorn.Config(
             create_app(self._state),
             loop="asyncio",
-            http="h11",
+            http=HeadTimeoutProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -128,23 +135,31 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        http = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        http = asyncio.create_task(self._serve_http(listener))
         loading = asyncio.create_task(self._load(listener, start_s))
         try:
             await asyncio.wait({http, loading}, return_when=asyncio.FIRST_COMPLETED)
             if http.done() and not loading.done():
-                # Told to stop while the models were being loaded.
                 loading.cancel()
+                await http
+                # Told to stop while the models were being loaded.
                 return self._status
             await loading
             await http
         except BaseException:
             self._uvicorn.should_exit = True
-            await http
+            await asyncio.wait({http})
             raise
         if self._client.death is None:
             await self._client.close()
         return self._status
+
+    async def _serve_http(self, listener: socket.socket) -> None:
+        """Until the server is told to end. Raises EngineError where it cannot start: uvicorn exits then."""
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        except (SystemExit, OSError) as error:
+            raise EngineError(f"the HTTP server failed: {type(error).__name__}: {error}") from error
 
     async def _load(self, listener: socket.socket, start_s: float) -> None:
         from plait.server.state import Served

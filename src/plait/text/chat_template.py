@@ -48,12 +48,11 @@ class ChatTemplate:
         if self._wants_parts:
             messages = [_with_parts(message) for message in messages]
         names = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         budget = self._environment.budget
         budget.start()
         try:
-            return self._environment.concat(
-                self._template.generate(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-            )
+            return self._environment.concat(self._template.generate(names))
         except Exception as error:  # as above
             raise TokenizerError(f"the chat template failed: {_one_line(error)}") from error
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
-from plait.jsonfile import read_json_if_there
+from plait.jsonfile import check_readable, read_json_if_there, read_text
 from plait.text.tokenizer import Tokenizer
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TOKENIZER_BYTES = 512 << 20
 _CONVERTIBLE = ("tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json")
 
 
@@ -28,6 +29,7 @@ def load_directory(directory: Path) -> Tokenizer:
         found = [name for name in _CONVERTIBLE if (directory / name).exists()]
         has = f"it has {', '.join(found)} only, which plait does not convert yet" if found else "no tokenizer is there"
         raise TokenizerError(f"{directory} has no tokenizer.json ({has}); save one with transformers' AutoTokenizer")
+    check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # `tokenizers` raises plain Exception
@@ -60,7 +62,10 @@ def _text(token: Any) -> str:
 
 def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str, str]) -> Iterator[int]:
     config = _read_json(directory / "config.json")
-    for source in (_read_json(directory / "generation_config.json"), config, config.get("text_config") or {}):
+    inner = config.get("text_config") or {}
+    if not isinstance(inner, Mapping):
+        raise TokenizerError(f"text_config in {directory / 'config.json'} must be an object, not {inner!r:.80}")
+    for source in (_read_json(directory / "generation_config.json"), config, inner):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
             if isinstance(token_id, int) and token_id >= 0:
@@ -95,7 +100,7 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         templates = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
     file = directory / "chat_template.jinja"
     if file.exists():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = read_text(file, TokenizerError)
     for other in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        templates[other.stem] = other.read_text(encoding="utf-8")
+        templates[other.stem] = read_text(other, TokenizerError)
     return templates

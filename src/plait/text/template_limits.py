@@ -20,6 +20,23 @@ MAX_TOTAL_SIZE = 1 << 28
 MAX_STEPS = 2_000_000
 MAX_SECONDS = 5.0
 MAX_INTEGER_BITS = 4096
+MAX_NUMBER_CHARS = 512  # of a text that becomes a number; in base 36 they are fewer bits than the above
+MAX_ROUNDING_DIGITS = 512
+# A one-character string in a list takes the memory of several characters of a text.
+_ITEM_SIZE = 8
+_LONG_NEEDLE = 64
+_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_SEARCHES = (
+    *("find", "rfind", "index", "rindex", "count", "replace"),
+    *("split", "rsplit", "partition", "rpartition", "strip", "lstrip", "rstrip"),
+)
+_ITERATING_FILTERS = (
+    *("list", "sort", "unique", "batch", "slice", "groupby", "join"),
+    *("min", "max", "map", "select", "reject", "title", "wordcount"),
+)
 MAX_TIME_PATTERN = 256
 _PADDED_TIME = re.compile(r"%[-_0^#+]*[1-9]")
 _NUMBER = re.compile(r"\d+")
@@ -59,6 +76,8 @@ def size_of(value: Any) -> int:
         return _expanded_size(value, {})
     if isinstance(value, int):
         return value.bit_length()
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TemplateLimitError("it uses bytes")
     return len(value) if isinstance(value, str | range) else 1
 
 
@@ -74,8 +93,9 @@ def _expanded_size(value: Any, known: dict[int, int]) -> int:
 def binary_size(operator: str, left: Any, right: Any) -> int:
     """The size of `left operator right`, or more. Raises for integers of more than MAX_INTEGER_BITS."""
     if isinstance(left, int) and isinstance(right, int):
-        bits = {"**": size_of(left) * max(right, 0), "*": size_of(left) + size_of(right)}.get(operator, 0)
-        if bits > MAX_INTEGER_BITS:
+        sizes = size_of(left), size_of(right)
+        bits = {"**": sizes[0] * max(right, 0), "*": sum(sizes)}.get(operator, 0)
+        if max(bits, *sizes) > MAX_INTEGER_BITS:  # division takes quadratic time
             raise TemplateLimitError("it computes too large an integer")
         return 0
     if operator == "*":
@@ -91,6 +111,9 @@ def binary_size(operator: str, left: Any, right: Any) -> int:
 
 def string_method_size(text: str, name: str, arguments: Sequence[Any]) -> int:
     """The size of `text.name(*arguments)`, or more."""
+    searched = search_size(text, arguments) if name in _SEARCHES else 0
+    if searched > MAX_VALUE_SIZE:
+        return searched
     if name in ("format", "format_map"):
         return format_size(text, arguments)
     if name == "join" and arguments:
@@ -99,11 +122,40 @@ def string_method_size(text: str, name: str, arguments: Sequence[Any]) -> int:
         return replace_size(text, arguments[0], arguments[1])
     if name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
         return len(text) + _sum_of_integers(arguments) * (1 + text.count("\t"))
-    return len(text)
+    if name in ("split", "rsplit", "splitlines"):
+        return searched + len(text) + _ITEM_SIZE * _count_pieces(text, name, arguments)
+    if name == "translate" and arguments:
+        values = arguments[0].values() if isinstance(arguments[0], Mapping) else arguments
+        return len(text) * (1 + max(map(size_of, values), default=0))
+    return len(text) + searched
+
+
+def search_size(text: str, arguments: Sequence[Any]) -> int:
+    """What looking for a long text costs, from the end, and in strip: the product of lengths."""
+    longest = max((len(argument) for argument in arguments if isinstance(argument, str)), default=0)
+    return len(text) * longest // _LONG_NEEDLE if longest > _LONG_NEEDLE else 0
+
+
+def _count_pieces(text: str, name: str, arguments: Sequence[Any]) -> int:
+    separators = next((argument for argument in arguments if isinstance(argument, str)), None)
+    if name == "splitlines":
+        count = sum(map(text.count, _LINE_ENDS))
+    else:
+        count = text.count(separators) if separators else sum(map(text.count, _SPACES))
+    limits = [argument for argument in arguments if isinstance(argument, int) and argument >= 0]
+    return 1 + (min(count, *limits) if limits and name != "splitlines" else count)
 
 
 def filter_size(name: str, value: Any, arguments: Sequence[Any]) -> int:
     """The size of `value | name(*arguments)`, or more; what an iterator gives is not known beforehand."""
+    if name in ("int", "float") and isinstance(value, str) and len(value) > MAX_NUMBER_CHARS:
+        raise TemplateLimitError(f"it reads a number of more than {MAX_NUMBER_CHARS} characters")
+    if name == "round" and _sum_of_integers(arguments) > MAX_ROUNDING_DIGITS:
+        raise TemplateLimitError(f"it rounds to more than {MAX_ROUNDING_DIGITS} digits")
+    if name in ("replace", "trim") and search_size(str(value), arguments) > MAX_VALUE_SIZE:
+        return search_size(str(value), arguments)
+    if isinstance(value, str) and name in _ITERATING_FILTERS and _ITEM_SIZE * len(value) > MAX_VALUE_SIZE:
+        return _ITEM_SIZE * len(value)
     if name == "format":
         return format_size(str(value), arguments)
     if name == "replace" and len(arguments) >= 2:

@@ -31,13 +31,14 @@ from plait.text.template_limits import (
 
 MAX_TEMPLATE_CHARS = 1 << 19
 _KEPT_GLOBALS = ("range", "cycler", "joiner")
+_MAKES_BYTES = ("encode", "to_bytes", "from_bytes")
 _DROPPED_FILTERS = ("urlize", "xmlattr", "striptags", "random", "pprint", "filesizeformat")
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with a budget; settings and helpers are those that transformers gives to chat templates."""
 
-    intercepted_binops = frozenset(("**", "*", "+", "%"))
+    intercepted_binops = frozenset(("**", "*", "/", "//", "%", "+", "-"))
 
     def __init__(self) -> None:
         self.budget = Budget()
@@ -65,6 +66,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         template = _Metering().visit(super()._parse(source, name, filename))
         template.set_environment(self)
         return template
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # No template needs bytes, and what they can grow into is not metered.
+        if attr in _MAKES_BYTES or isinstance(obj, bytes | bytearray | memoryview):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.budget.spend(binary_size(operator, left, right))

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.errors import RequestError, TokenizerError, UsageError
+from plait.errors import CapacityError, RequestError, TokenizerError, UsageError
 from plait.text.chat_template import ChatTemplate, validate_messages
 from plait.text.control_text import ControlText, MarkedEncoder, strings_in, unused_marker
 from plait.text.detokenizer import IncrementalDetokenizer, TokenBytes
+from plait.text.token_bound import TokenBound
+
+# What a template has from elsewhere: the messages, the argument beside them, and Jinja's own name.
+_RESERVED_NAMES = ("self", "messages", "add_generation_prompt")
 
 
 class Tokenizer:
@@ -52,6 +56,7 @@ class Tokenizer:
         self._marked: dict[str, MarkedEncoder] = {}
         self._added = backend.get_added_tokens_decoder()
         self._warned_about_bos = False
+        self._bound: TokenBound | None = None
         self.bytes_of = TokenBytes(backend)
         self.vocab_size = vocab_size or 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_token_id = self._id_of("bos_token")
@@ -64,13 +69,16 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of a raw prompt, special-token text parsed, with exactly one BOS if the model wants one.
 
         A text that starts with the BOS text gets no second one; a text that brings two gets a warning.
-        Raises RequestError for text that is not Unicode (a lone surrogate).
+        Raises RequestError for text that is not Unicode (a lone surrogate), and CapacityError for text that is so long
+        that it must have more than `max_tokens` tokens: soon, where tokenising it would take very long.
         """
-        ids = self._encode(text)
+        _check_unicode(text, "prompt")
+        self._check_length(text, max_tokens)
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         if add_bos and ids[: len(self._prefix)] != self._prefix:
             ids = self._prefix + ids
         self._warn_of_two_bos(ids)
@@ -102,14 +110,16 @@ class Tokenizer:
         return token_id if token_id in self.special_ids else None
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **template_kwargs: Any
     ) -> str:
         """The prompt that the chat template makes of `messages`.
 
         Raises:
-            RequestError: the messages are unusable (field "messages").
+            RequestError: the messages are unusable (field "messages"), or a name is not for the caller to set (field
+                "chat_template_kwargs").
             TokenizerError: the model has no chat template, or it failed.
         """
+        _check_names(template_kwargs)
         messages = validate_messages(messages)
         for text in strings_in([messages, template_kwargs]):
             _check_unicode(text, "messages")
@@ -117,14 +127,27 @@ class Tokenizer:
         return template.render(messages, add_generation_prompt, **template_kwargs)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> list[int]:
+        """Ids of the rendered chat: see `encode_conversation`."""
+        return self.encode_conversation(messages, template_kwargs, add_generation_prompt)
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Ids of the rendered chat: exactly what the template renders, no BOS added.
 
         Control tokens come from the template alone. Text in messages and `template_kwargs` that reads like a special
         token is encoded as text. So is, outside the assistant's messages, text that reads like any other added token
         that the template itself writes (some models mark turns with added tokens that are not special).
+
+        Raises what `render_chat` raises, and CapacityError as `encode` does.
         """
+        _check_names(template_kwargs)
         messages = validate_messages(messages)
         texts = list(strings_in([messages, template_kwargs]))
         for text in texts:
@@ -138,6 +161,7 @@ class Tokenizer:
         ]
         variables = {name: scaffold.break_up_all(value, marker) for name, value in template_kwargs.items()}
         rendered = template.render(marked, add_generation_prompt, **variables)
+        self._check_length(rendered.replace(marker, ""), max_tokens)
         ids = self._encode_marked(rendered, marker, force=self._normalizes_into_control(texts, scaffold, marker))
         self._warn_of_two_bos(ids)
         return ids
@@ -156,9 +180,16 @@ class Tokenizer:
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
-    def _encode(self, text: str) -> list[int]:
-        _check_unicode(text, "prompt")
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None or len(text) <= max_tokens:  # the first look at the vocabulary takes a while
+            return
+        self._bound = self._bound or TokenBound(self._backend, self.bytes_of)
+        count = self._bound.at_least(text)
+        if count > max_tokens:
+            raise CapacityError(
+                f"the context holds {max_tokens} tokens, but the prompt has at least {count} tokens: shorten it",
+                field="prompt",
+            )
 
     def _encode_marked(self, text: str, marker: str, force: bool) -> list[int]:
         if marker not in text and not force:
@@ -205,6 +236,12 @@ class Tokenizer:
         if not self._warned_about_bos and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             self._warned_about_bos = True
             warnings.warn("a prompt starts with two BOS tokens; leave the BOS text out of it", stacklevel=3)
+
+
+def _check_names(template_kwargs: Mapping[str, Any]) -> None:
+    for name in template_kwargs:
+        if name in _RESERVED_NAMES:
+            raise RequestError(f"chat_template_kwargs must not set {name!r}", field="chat_template_kwargs")
 
 
 def _check_unicode(text: Any, field: str) -> None:
