@@ -122,7 +122,7 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         conversations = check_conversations(messages)
         options = dict(chat_template_kwargs or {})
-        ids = [tokenizer.encode_chat(c, add_generation_prompt=add_generation_prompt, **options) for c in conversations]
+        ids = [tokenizer.encode_conversation(c, options, add_generation_prompt) for c in conversations]
         return self.generate([{"prompt_token_ids": i} for i in ids], params, progress=progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceDelta]:
