@@ -103,8 +103,6 @@ def test_one_wrong_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -
             with pytest.raises(RequestError, match=match):
                 llm.generate(prompts, GREEDY)
         assert not llm.engine.has_unfinished()
-    with pytest.raises(RequestError, match="embed is not supported"):
-        llm.embed("x")
 
 
 def test_a_live_decoder_generates_from_ids_with_its_current_weights() -> None:

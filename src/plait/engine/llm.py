@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.engine.embed import EmbeddingOutput, EmbeddingRequestOutput, check_ids, check_pooling, embed_ids
 from plait.engine.inputs import Prompt, as_list, check_conversations, check_priority, parse_prompt
 from plait.engine.outputs import ChoiceDelta, OutputProcessor, RequestOutput
 from plait.engine.params import SamplingParams
@@ -153,9 +154,23 @@ class LLM:
             for r in results
         ]
 
-    def embed(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet."""
-        raise RequestError("embed is not supported yet; use generate, chat or score", field="embed")
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector per prompt: its last token's hidden state after the final norm, or the mean over its tokens.
+
+        pooling: "last" or "mean". normalize: to Euclidean length 1. One plain forward per prompt, without the cache.
+        """
+        check_pooling(pooling)
+        decoder = getattr(self.engine.executor, "decoder", None)
+        if decoder is None:
+            raise RequestError("this executor gives no hidden states; embed needs the reference plan", field="embed")
+        results = []
+        for text, ids, _ in [self._parse_prompt(item) for item in as_list(prompts)]:
+            check_ids(ids, decoder.config.vocab_size, self.bundle.max_model_len)
+            vector = embed_ids(decoder, ids, pooling, normalize)
+            results.append(EmbeddingRequestOutput(self._next_id(), text, list(ids), EmbeddingOutput(vector)))
+        return results
 
     # Private
 
