@@ -39,7 +39,7 @@ test: $(STAMPS)/dev ## every test that needs no other engine
 	$(PY) -m pytest -m "not peer" $(PYTEST_ARGS)
 
 test-fast: $(STAMPS)/dev ## unit tests without real models, under a minute
-	$(PY) -m pytest -m "not slow and not real_model and not peer" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not real_model and not peer" $(PYTEST_ARGS)
 
 test-peers: $(STAMPS)/dev ## tests against other engines, each in a virtual environment outside this folder
 	$(PY) tools/peers.py install $(PEERS)

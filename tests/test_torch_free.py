@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 # The modules that compute with torch; every other module of the package must import without it.

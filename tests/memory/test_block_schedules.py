@@ -13,6 +13,8 @@ from plait.memory.layout import group_blocks, make_layout
 from plait.ops.spec import LayerCache
 from tests.memory.simulated_pool import SimulatedPool
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 9
 FULL, WIDE = LayerCache(1, 4, 4), LayerCache(1, 8, 8)
 LAYOUTS = {

@@ -16,6 +16,8 @@ from plait.model.families import families, parse_config
 from plait.model.reader import HARMLESS, MAX_LAYERS, ROPE_KEYS, known_keys
 from tests.configs import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 BAD_VALUES = [None, [], {}, "x", -1, 0, 1e400, True, [1], float("nan"), 0.5, 10**400, "full_attention", [[], []]]
 ROPE_NAMES = sorted(
     {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(*(a | b for a, b in ROPE_KEYS.values()))

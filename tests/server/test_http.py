@@ -13,6 +13,8 @@ from plait.server.body import read_json
 from plait.server.errors import ApiError
 from plait.server.http import HeadTimeoutProtocol
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 JSON = {"content-type": "application/json"}
 

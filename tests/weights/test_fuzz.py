@@ -20,6 +20,8 @@ from plait.weights.gguf_source import GGUFSource
 from plait.weights.safetensors_source import SafetensorsSource
 from tests.gguf_files import tiny_llama, write_gguf
 
+pytestmark = pytest.mark.slow
+
 INTERESTING = (
     0,
     1,
