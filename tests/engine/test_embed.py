@@ -53,3 +53,13 @@ def test_what_cannot_be_embedded_is_refused() -> None:
         llm.embed({"prompt_token_ids": []})
     with pytest.raises(RequestError, match="pooling"):
         llm.embed({"prompt_token_ids": [1]}, pooling="max")
+
+
+def test_a_model_in_training_is_embedded_without_dropout_and_goes_on_training() -> None:
+    decoder = plait.from_config({**CONFIGS["gpt_neox"], "hidden_dropout": 0.5})
+    llm = plait.LLM(decoder, threads=1)
+    expected = llm.embed({"prompt_token_ids": [5, 6, 7]})[0].outputs.embedding
+    decoder.train()
+    decoder.model.norm.eval()
+    assert llm.embed({"prompt_token_ids": [5, 6, 7]})[0].outputs.embedding == expected
+    assert decoder.training and decoder.model.layers[0].training and not decoder.model.norm.training

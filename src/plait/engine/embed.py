@@ -58,7 +58,9 @@ def embed_ids(decoder: Decoder, ids: Sequence[int], pooling: str, normalize: boo
     """
     import torch
 
-    with torch.inference_mode():
+    from plait.model.decoder import evaluating
+
+    with evaluating(decoder), torch.inference_mode():
         hidden = decoder(torch.tensor(list(ids), dtype=torch.long, device=decoder.device)).float()
         vector = hidden[-1] if pooling == "last" else hidden.mean(0)
         if normalize:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from plait.memory.layout import CacheLayout
 from plait.memory.paged import PagedMemory
-from plait.model.decoder import Decoder
+from plait.model.decoder import Decoder, evaluating
 from plait.ops.step import StepInputs
 
 
@@ -33,21 +33,13 @@ class ReferenceExecutor:
     def execute(self, token_ids: NDArray[np.int32], inputs: StepInputs) -> NDArray[np.float32]:
         """token_ids int32 [N] -> logits float32 [R, vocab_size] of the rows inputs.logit_rows."""
         decoder, device = self.decoder, self.decoder.device
-        # A model that is being trained may have parts in evaluation mode: exactly the others are switched and back.
-        training = [module for module in decoder.modules() if module.training] if decoder.training else []
-        for module in training:
-            module.training = False
-        try:
-            with torch.inference_mode():
-                ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(device)
-                hidden = decoder(ids, inputs, self.memory)
-                if not len(inputs.logit_rows):  # the forward was for its keys and values
-                    return np.empty((0, self.vocab_size), np.float32)
-                rows = torch.from_numpy(np.asarray(inputs.logit_rows, np.int64)).to(device)
-                return decoder.logits(hidden.index_select(0, rows)).cpu().numpy()
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(decoder), torch.inference_mode():
+            ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(device)
+            hidden = decoder(ids, inputs, self.memory)
+            if not len(inputs.logit_rows):  # the forward was for its keys and values
+                return np.empty((0, self.vocab_size), np.float32)
+            rows = torch.from_numpy(np.asarray(inputs.logit_rows, np.int64)).to(device)
+            return decoder.logits(hidden.index_select(0, rows)).cpu().numpy()
 
     def touched_bytes(self) -> int | None:
         """Bytes of the pool that lie in memory now; None where the platform does not say."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,19 @@ class Decoder(nn.Module):
         from plait.weights.export import save_pretrained
 
         save_pretrained(self, Path(directory))
+
+
+@contextmanager
+def evaluating(decoder: nn.Module) -> Iterator[None]:
+    """Without dropout inside; afterwards exactly the parts that were training before train again."""
+    training = [module for module in decoder.modules() if module.training] if decoder.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def from_config(raw: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plait.memory.base import SymbolicMemory
-from plait.model.decoder import Decoder
+from plait.model.decoder import Decoder, evaluating
 from plait.ops import functional as ops
 from plait.ops.recording import Recording, Value
 from plait.ops.symbolic import Recorder
@@ -22,13 +22,9 @@ def record(decoder: Decoder) -> Recording:
     ids = recorder.input("ids", Value(("N",), "i64"))
     positions = recorder.input("positions", Value(("N",), "i64"))
     rows = recorder.input("logit_rows", Value(("R",), "i64"))
-    training = decoder.training
-    decoder.eval()
-    try:
+    with evaluating(decoder):
         hidden: Any = decoder(ids, memory=SymbolicMemory(positions))
         logits: Any = decoder.logits(ops.select_rows(hidden, rows))
-    finally:
-        decoder.train(training)
     config = decoder.config
     model = {"model_type": config.model_type, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
     return recorder.recording({"hidden": hidden, "logits": logits}, config.caches(), model)
