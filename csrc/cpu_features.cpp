@@ -4,6 +4,9 @@
 #include "plait_native.h"
 
 #include <cstddef>
+#include <cstring>
+
+#include "cpu.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -101,4 +104,10 @@ uint64_t plait_cpu_features(void) {
 const char *plait_cpu_feature_name(int32_t bit) {
   if (bit < 0 || static_cast<size_t>(bit) >= kFeatureCount) return nullptr;
   return kFeatures[bit].name;
+}
+
+bool plait::cpu_has(const char *feature) {
+  for (const Feature &known : kFeatures)
+    if (known.name != nullptr && std::strcmp(known.name, feature) == 0) return known.present();
+  return false;
 }

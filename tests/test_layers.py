@@ -11,12 +11,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "plait"
 
 # From the bottom up; folders in one row may import one another.
 ROWS: list[set[str]] = [
-    {"errors", "jsonfile"},
+    {"errors", "jsonfile", "cachefile"},
     {"ops"},
     {"kernels"},
     {"memory"},
     {"model"},
     {"weights", "text"},
+    {"plan"},
     {"engine"},
     {"verify", "bench"},
     {"server"},

@@ -3,11 +3,16 @@ blocked."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from plait.kernels import native
+from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +30,6 @@ TORCH = {
     "plait.model.decoder",
     "plait.model.layers",
     "plait.model.record",
-    "plait.model.rope",
     "plait.ops.functional",
     "plait.ops.interpreter",
     "plait.ops.reference",
@@ -36,16 +40,17 @@ TORCH = {
     "plait.verify.run",
     "plait.weights.export",
     "plait.weights.load",
+    "plait.weights.packed",
 }
 
 
 def modules() -> list[str]:
-    """Every module of the package, by its file."""
+    """Every module of the package, by its file; those that run in a peer's environment apart."""
     found = []
     for path in sorted((SOURCE / "plait").rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if not name.endswith("__main__"):
+        if not name.endswith("__main__") and ".bench.drivers" not in name:
             found.append(name)
     return found
 
@@ -70,6 +75,25 @@ def test_the_list_of_torch_modules_is_no_longer_than_it_must_be() -> None:
 @pytest.mark.parametrize("name", sorted(TORCH))
 def test_a_listed_module_does_need_torch(name: str) -> None:
     assert _import_blocked([name]).returncode != 0
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+def test_generate_from_the_cache_imports_no_torch(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path)
+    code = (
+        "import json, sys, time\n"
+        "from plait.cli.main import main\n"
+        "status = main(['generate', sys.argv[1], '-p', 'x', '--max-tokens', '4', '--temperature', '0', '--json'])\n"
+        "assert status == 0 and 'torch' not in sys.modules, [name for name in sys.modules if 'torch' in name][:5]\n"
+    )
+    environment = os.environ | {"PLAIT_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", code, str(directory)]
+    texts = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        texts.append(json.loads(done.stdout)["token_ids"])
+    assert texts[0] == texts[1] and len(texts[0]) == 4
 
 
 def test_importing_plait_imports_neither_torch_nor_numpy() -> None:

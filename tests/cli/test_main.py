@@ -12,6 +12,7 @@ import pytest
 
 import plait
 from plait.cli.main import COMMANDS, main
+from plait.kernels import native
 from tests.tiny import tiny_model_dir
 
 
@@ -135,7 +136,7 @@ ON_A_MODEL = [
     (["--kv-memory", "99999999TiB"], "more memory than any machine has"),
     (["--kv-memory", "1000000TiB"], "lower --kv-memory"),
     (["--kv-dtype", "q8_0"], "q8_0 is not supported yet"),
-    (["--plan", "native"], "'native' is not available yet"),
+    (["--plan", "native", "--kv-dtype", "q8_0"], "q8_0 is not supported yet"),
     (["--max-model-len", "513"], "beyond the model's 512 positions"),
 ]
 
@@ -146,8 +147,19 @@ ON_A_MODEL = [
 def test_a_flag_that_the_model_cannot_follow_is_refused_by_name(
     model: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "native" in flags and native.library() is None:
+        pytest.skip(f"no native library: {native.reason()}")
     assert main(["generate", model, "-p", "x", "--threads", "1", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_native_plan_without_its_library_is_refused_with_the_reason(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLAIT_NATIVE_LIBRARY", "none")
+    assert main(["generate", model, "-p", "x", "--plan", "native"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no native plan" in line and "PLAIT_NATIVE_LIBRARY=none" in line
 
 
 def test_a_damaged_file_is_a_failure_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,13 @@ import pytest
 
 from plait.engine import build
 from plait.engine.build import build_engine, check_options
+from plait.engine.llm import LLM
+from plait.engine.loading import check_defaults, choose_plan
+from plait.engine.params import SamplingParams
 from plait.engine.process import _build
 from plait.engine.stats import TouchedBytes
 from plait.errors import ConfigError, UsageError
+from plait.kernels import native
 from plait.weights.checkpoint import Checkpoint
 from tests.tiny import tiny_model_dir
 
@@ -79,23 +83,21 @@ def test_the_sampling_keys_of_gguf_are_the_same_defaults(tmp_path: Path) -> None
     expected = {"temperature": 0.5, "repetition_penalty": 1.5, "xtc_probability": 0.25, "xtc_threshold": 0.0625}
     assert checkpoint.generation_defaults == expected
     with pytest.raises(ConfigError, match="m.gguf, general.sampling.temp: temperature must be"):
-        build._check_defaults(tmp_path / "m.gguf", {"temperature": -2.0})
+        check_defaults(tmp_path / "m.gguf", {"temperature": -2.0})
 
 
 def test_pools_of_several_models_are_sized_when_all_weights_are_loaded(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free memory as it would be: 64 MiB less 16 MiB per loaded model, and no pool has touched a page yet."""
-    from plait.weights import load as load_module
-
     loads: list[object] = []
-    load = load_module.load
+    load_model = build.load_model
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments: Any, **options: Any) -> Any:
         loads.append(arguments)
-        return load(*arguments)
+        return load_model(*arguments, **options)
 
-    monkeypatch.setattr(load_module, "load", counting)
+    monkeypatch.setattr(build, "load_model", counting)
     monkeypatch.setattr(build, "available_memory_bytes", lambda: (64 - 16 * len(loads)) << 20)
     bundles = _build([{"model": directory, "threads": 1, "max_num_seqs": 512}] * 2)
     pools = [bundle.report["kv_pool_bytes"] for bundle in bundles]
@@ -127,8 +129,6 @@ def test_what_is_touched_is_asked_once_for_many_steps_and_never_where_nobody_kno
 
 def test_a_step_leaves_every_part_of_a_model_in_its_mode(directory: Path) -> None:
     import plait
-    from plait.engine.llm import LLM
-    from plait.engine.params import SamplingParams
 
     decoder = plait.load(directory)
     decoder.train()
@@ -138,3 +138,103 @@ def test_a_step_leaves_every_part_of_a_model_in_its_mode(directory: Path) -> Non
     assert True in before and False in before
     LLM(decoder, kv_memory="1MiB", threads=1).generate([1, 2, 3], SamplingParams(max_tokens=2))
     assert [module.training for module in decoder.modules()] == before
+
+
+# Plans
+
+
+needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
+PROMPTS = [{"prompt_token_ids": list(ids)} for ids in (range(1, 40), (7, 8, 9), (200,) * 5)]
+
+
+def _answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their log-probabilities of every prompt's answer."""
+    answers = []
+    for output in llm.generate(PROMPTS, GREEDY):
+        ids, logprobs = list(output.outputs[0].token_ids), output.outputs[0].logprobs or []
+        answers.append((ids, [entry[token].logprob for token, entry in zip(ids, logprobs, strict=True)]))
+    return answers
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
+def test_both_plans_give_the_same_text(family: str, tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, family)
+    native_llm, reference = (LLM(path, plan=plan, kv_memory="4MiB", threads=1) for plan in ("auto", "reference"))
+    assert (native_llm.bundle.plan, reference.bundle.plan) == ("native", "reference")
+    for ours, theirs in zip(_answers(native_llm), _answers(reference), strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1] == pytest.approx(theirs[1], abs=2e-3)
+
+
+@needs_library
+def test_the_start_names_plan_instructions_threads_formats_and_bytes(directory: Path) -> None:
+    bundle = build_engine(directory, kv_memory="4MiB", threads=1, dtype="bf16")
+    report = bundle.report
+    assert (report["plan"], report["threads"], report["host_ops"], report["kv_dtype"]) == ("native", 1, [], "bf16")
+    assert report["weight_bytes"] == bundle.loaded.native.store.nbytes and report["plan_bytes"] > 0  # type: ignore[union-attr]
+    (line,) = (line for line in bundle.lines if line.startswith("plan: "))
+    assert f"native ({report['isa']}, 1 thread), matrices 23 BF16, keys and values in bf16" in line
+    assert bundle.precision == "bf16"
+    assert (
+        "plan: reference, keys and values in fp32" in build_engine(directory, plan="reference", kv_memory="4MiB").lines
+    )
+
+
+@needs_library
+def test_a_live_decoder_uses_the_reference_unless_told_and_a_refresh_packs_it_again(directory: Path) -> None:
+    import torch
+
+    import plait
+
+    decoder = plait.load(directory)
+    assert build_engine(decoder, kv_memory="1MiB", threads=1).plan == "reference"
+    llm = LLM(decoder, plan="native", kv_memory="1MiB", threads=1)
+    assert llm.bundle.plan == "native" and llm.bundle.decoder is decoder
+    before = _answers(llm)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.5)
+    llm.refresh()
+    after = _answers(llm)
+    expected = _answers(LLM(decoder, plan="reference", kv_memory="1MiB", threads=1))
+    assert after != before and [ids for ids, _ in after] == [ids for ids, _ in expected]
+
+
+@needs_library
+def test_a_packed_models_decoder_reads_the_store_and_computes_nothing(directory: Path) -> None:
+    import torch
+
+    import plait
+
+    bundle = build_engine(directory, kv_memory="1MiB", threads=1)
+    state, wanted = bundle.decoder.state_dict(), plait.load(directory, "fp32").state_dict()
+    assert set(state) == set(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    with pytest.raises(UsageError, match="plait.load"):
+        bundle.decoder(torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"plan": "fast"}, "plan 'fast': choose auto, native, reference"),
+        ({"kv_dtype": "q8_0"}, "q8_0 is not supported yet"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4': choose auto, fp32, bf16, fp16"),
+    ],
+)
+def test_plans_and_precisions_that_do_not_exist_are_refused(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_options(**options)
+
+
+def test_the_native_plan_needs_its_library_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is not None:
+        assert choose_plan("auto", "cpu") == "native" and choose_plan("auto", "cpu", live=True) == "reference"
+    assert choose_plan("auto", "cuda") == "reference"
+    with pytest.raises(UsageError, match="the native plan runs on the CPU, not on cuda"):
+        choose_plan("native", "cuda")
+    monkeypatch.setenv("PLAIT_NATIVE_LIBRARY", "none")
+    assert choose_plan("auto", "cpu") == "reference"
+    with pytest.raises(UsageError, match="no native library .switched off by PLAIT_NATIVE_LIBRARY=none"):
+        choose_plan("native", "cpu")

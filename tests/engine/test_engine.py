@@ -109,7 +109,7 @@ def test_logits_that_the_requests_own_penalty_makes_infinite_are_not_the_models_
 
 def test_the_largest_ids_of_the_vocabulary_are_valid_everywhere() -> None:
     top = VOCAB - 1
-    engine = make_engine(vocab_limit=VOCAB)
+    engine = make_engine(ToyExecutor(sampled_ids=VOCAB))
     params = SamplingParams(
         max_tokens=3,
         logit_bias={top: 1},
@@ -285,6 +285,52 @@ def test_a_prompt_of_one_token_can_be_scored() -> None:
     engine.add_request(Request("a", [5], SamplingParams(max_tokens=0, prompt_logprobs=0)))
     (output,) = run_to_end(engine)["a", 0]
     assert (output.prompt_logprobs, output.finish_reason) == ([None], "length")
+
+
+# What the executor is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"temperature": 0}, False),
+        ({"temperature": 0, "n": 2}, False),
+        ({"temperature": 0.5}, True),
+        ({"temperature": 0, "logprobs": 0}, True),
+        ({"temperature": 0, "repetition_penalty": 1.1}, True),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, True),
+        ({"temperature": 0, "allowed_token_ids": [1, 2]}, True),
+        ({"temperature": 0, "prompt_logprobs": 0}, True),
+    ],
+)
+def test_logits_are_asked_for_only_where_somebody_reads_them(options: dict, needed: bool) -> None:
+    engine = make_engine()
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=3, **options)))
+    run_to_end(engine)
+    assert engine.executor.wanted[0][0] == needed
+    assert not any(hidden for _, hidden in engine.executor.wanted)
+
+
+def test_a_prompts_first_chunks_need_no_logits_and_min_tokens_only_until_they_are_there() -> None:
+    engine = make_engine(max_batched_tokens=8)
+    engine.add_request(Request("a", list(range(20)), SamplingParams(max_tokens=2, seed=1)))
+    run_to_end(engine)
+    assert [logits for logits, _ in engine.executor.wanted] == [False, False, True, True]
+    engine = make_engine(eos_token_ids=[7])
+    engine.add_request(Request("a", [1], SamplingParams(temperature=0, max_tokens=5, min_tokens=3)))
+    run_to_end(engine)
+    assert [logits for logits, _ in engine.executor.wanted][:4] == [True, True, True, False]
+
+
+def test_ids_beyond_those_that_may_be_sampled_are_never_taken_from_the_executor() -> None:
+    executor = ToyExecutor(sampled_ids=VOCAB - 20)
+    engine = make_engine(executor)
+    engine.add_request(Request("a", PROMPT, SamplingParams(temperature=0, max_tokens=20)))
+    tokens, _, _ = finish(engine)
+    assert max(tokens) < VOCAB - 20
+    for i, token in enumerate(tokens):
+        row = logits_without_cache(executor, np.array(PROMPT + tokens[:i]))[-1]
+        assert token == row[: VOCAB - 20].argmax()
 
 
 # Abort, stop, order

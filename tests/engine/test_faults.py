@@ -24,8 +24,8 @@ from tests.engine.toy_model import (
 
 def test_nan_logits_end_only_their_request() -> None:
     class Broken(ToyExecutor):
-        def execute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
-            logits = super().execute(token_ids, inputs)
+        def compute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
+            logits = super().compute(token_ids, inputs)
             owner = np.searchsorted(inputs.sequences.query_start, inputs.logit_rows, side="right") - 1
             logits[inputs.sequences.context_len[owner] >= 12] = math.nan
             return logits
@@ -66,8 +66,8 @@ def test_keys_and_values_that_gave_nan_are_not_found_by_later_requests(windows: 
 
         spoil = False
 
-        def execute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
-            logits = super().execute(token_ids, inputs)
+        def compute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
+            logits = super().compute(token_ids, inputs)
             for s in range(inputs.sequences.count):
                 held = np.unique(inputs.sequences.block_table[:, s])
                 if self.spoil:
@@ -156,11 +156,11 @@ def test_a_step_that_raises_ends_its_requests_and_the_loop_survives() -> None:
     class Failing(ToyExecutor):
         failures = 0
 
-        def execute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
+        def compute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("out of luck")
-            return super().execute(token_ids, inputs)
+            return super().compute(token_ids, inputs)
 
     executor = Failing()
     engine = make_engine(executor)

@@ -33,8 +33,8 @@ class Script(ToyExecutor):
         self.ids = ids
         self.prompt_length = prompt_length
 
-    def execute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
-        logits = super().execute(token_ids, inputs)
+    def compute(self, token_ids: np.ndarray, inputs: object) -> np.ndarray:
+        logits = super().compute(token_ids, inputs)
         owner = np.searchsorted(inputs.sequences.query_start, inputs.logit_rows, side="right") - 1
         for row, sequence in enumerate(owner):
             next_output = int(inputs.sequences.context_len[sequence]) - self.prompt_length

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from plait.engine.executor import StepResult, best_of
 from plait.engine.params import SamplingParams
-from plait.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from plait.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, Samples
 from plait.engine.sampling_state import SamplingState
 from plait.engine.tokens import TokenBuffer
 
@@ -25,17 +26,23 @@ def state_of(
     return SamplingState(params, tokens, len(prompt), seed, 0, ends, vocab)
 
 
+def sample(sampler: Sampler, x: np.ndarray, states: list[SamplingState]) -> Samples:
+    """Row r of logits [R, columns] for states[r]."""
+    result = StepResult(*best_of(x, sampler.vocab_size), x)
+    return sampler.sample(result, list(range(len(x))), states)
+
+
 def pick(logits: list[float], params: SamplingParams, **kwargs: object) -> int:
     x = np.array([logits], np.float32)
-    (sample,) = Sampler(x.shape[1]).sample(x, [state_of(params, vocab=x.shape[1], **kwargs)])
-    assert sample.error is None
-    return sample.token_id
+    samples = sample(Sampler(x.shape[1]), x, [state_of(params, vocab=x.shape[1], **kwargs)])
+    assert not samples.errors
+    return samples.token_ids[0]
 
 
 def drawn(logits: list[float], count: int = 400, **params: object) -> set[int]:
     x = np.array([logits], np.float32)
     sampler, p = Sampler(x.shape[1]), SamplingParams(**params)
-    return {sampler.sample(x, [state_of(p, vocab=x.shape[1], seed=s)])[0].token_id for s in range(count)}
+    return {sample(sampler, x, [state_of(p, vocab=x.shape[1], seed=s)]).token_ids[0] for s in range(count)}
 
 
 def adjusted(x: list[float], params: SamplingParams, **kwargs: object) -> list[float]:
@@ -128,9 +135,9 @@ def test_frequencies_follow_the_distribution() -> None:
     sampler, n = Sampler(5), rows * steps
     counts = np.zeros(5)
     for _ in range(steps):
-        for state, sample in zip(states, sampler.sample(x, states), strict=True):
-            counts[sample.token_id] += 1
-            state.tokens.append(sample.token_id)
+        for state, token in zip(states, sample(sampler, x, states).token_ids, strict=True):
+            counts[token] += 1
+            state.tokens.append(token)
     chi_square = ((counts - n * probabilities) ** 2 / (n * probabilities)).sum()
     assert chi_square < 18.47  # 99.9% quantile with 4 degrees of freedom
 
@@ -151,20 +158,22 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
         state_of(SamplingParams(**k), prompt=[5, 6], output=[int(i)], vocab=vocab, seed=i) for i, k in enumerate(kinds)
     ]
     before = x.copy()
-    together = Sampler(vocab).sample(x, states)
+    together = sample(Sampler(vocab), x, states)
     assert np.array_equal(x, before)
     for order in (range(6), range(5, -1, -1)):
-        assert [Sampler(vocab).sample(x[i : i + 1], [states[i]])[0] for i in order] == [together[i] for i in order]
+        for i in order:
+            alone = sample(Sampler(vocab), x[i : i + 1], [states[i]])
+            assert (alone.token_ids[0], alone.logprobs.get(0)) == (together.token_ids[i], together.logprobs.get(i))
 
 
 def test_rows_of_the_embedding_beyond_the_tokenizer_are_never_sampled() -> None:
     x = np.array([[0, 1, 0, 50, 60]], np.float32)
     sampler = Sampler(3)
     for params in (SamplingParams(temperature=0), SamplingParams(logprobs=5), SamplingParams(presence_penalty=1)):
-        (sample,) = sampler.sample(x, [state_of(params, prompt=[4], vocab=3)])
-        assert sample.token_id < 3
-        if sample.logprobs is not None:
-            assert [t for t, _ in sample.logprobs.top] == [1, 0, 2]
+        samples = sample(sampler, x, [state_of(params, prompt=[4], vocab=3)])
+        assert samples.token_ids[0] < 3
+        if samples.logprobs:
+            assert [t for t, _ in samples.logprobs[0].top] == [1, 0, 2]
 
 
 # Bias, masks, penalties
@@ -242,13 +251,13 @@ def test_logprobs_are_of_the_raw_distribution(temperature: float, count: int) ->
     params = SamplingParams(
         temperature=temperature, logprobs=count, presence_penalty=2, logit_bias={int(x.argmax()): -100}
     )
-    (sample,) = Sampler(50).sample(x, [state_of(params, prompt=[1], output=[2, 3], vocab=50)])
+    samples = sample(Sampler(50), x, [state_of(params, prompt=[1], output=[2, 3], vocab=50)])
     expected = x[0].astype(np.float64) - np.log(np.exp(x[0].astype(np.float64)).sum())
     order = np.argsort(-expected)
-    entry = sample.logprobs
-    assert entry.token_id == sample.token_id
-    assert entry.logprob == pytest.approx(expected[sample.token_id], abs=1e-5)
-    assert entry.rank == 1 + order.tolist().index(sample.token_id)
+    entry, (token,) = samples.logprobs[0], samples.token_ids
+    assert entry.token_id == token
+    assert entry.logprob == pytest.approx(expected[token], abs=1e-5)
+    assert entry.rank == 1 + order.tolist().index(token)
     assert [t for t, _ in entry.top] == order[:count].tolist()
     assert [v for _, v in entry.top] == pytest.approx(expected[order[:count]].tolist(), abs=1e-5)
 
@@ -269,12 +278,11 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams
     x = np.zeros((3, 8), np.float32)
     x[1, 4] = bad
     x[:, 2] = 30
-    samples = Sampler(8).sample(x, [state_of(params)] * 3)
-    assert [s.error for s in samples] == [None, NOT_FINITE, None]
-    assert [s.token_id for s in samples] == [2, -1, 2]
+    samples = sample(Sampler(8), x, [state_of(params)] * 3)
+    assert samples.errors == {1: NOT_FINITE}
+    assert samples.token_ids == [2, -1, 2]
 
 
 def test_masks_that_leave_nothing_are_an_error_of_the_row() -> None:
     params = SamplingParams(allowed_token_ids=[1], logit_bias={1: -100})
-    (sample,) = Sampler(8).sample(np.zeros((1, 8), np.float32), [state_of(params)])
-    assert sample.error == NOTHING_LEFT
+    assert sample(Sampler(8), np.zeros((1, 8), np.float32), [state_of(params)]).errors == {0: NOTHING_LEFT}

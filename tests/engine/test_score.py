@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import plait
-from plait.engine import score
+from plait.engine import score_forward
+from plait.engine.loading import load_model
 from plait.engine.score import Scorer, windows
+from plait.engine.score_forward import DecoderForward, PlanForward
 from plait.errors import RequestError
+from plait.kernels.native import library
 from plait.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import END_OF_TEXT, tiny_model_dir
 
@@ -64,7 +67,7 @@ def test_windows_score_every_token_once_with_enough_context(num_tokens: int, siz
 
 
 def test_a_text_that_fits_is_scored_with_its_whole_past(decoder: plait.Decoder, tokenizer: Tokenizer) -> None:
-    found = Scorer(decoder, tokenizer).score(TEXT)
+    found = Scorer(DecoderForward(decoder), tokenizer).score(TEXT)
     ids = list(TEXT.encode())
     assert found.token_ids == ids and found.token_logprobs[0] is None
     expected = [one_by_one(decoder, ids[:i], ids[i]) for i in range(1, len(ids))]
@@ -76,7 +79,7 @@ def test_a_text_that_fits_is_scored_with_its_whole_past(decoder: plait.Decoder, 
 
 
 def test_a_sliding_window_limits_what_a_token_sees(decoder: plait.Decoder, tokenizer: Tokenizer) -> None:
-    found = Scorer(decoder, tokenizer, window=16, stride=4).score(TEXT)
+    found = Scorer(DecoderForward(decoder), tokenizer, window=16, stride=4).score(TEXT)
     ids = list(TEXT.encode())
     # The first window feeds 16 tokens and scores up to token 16; the next ends 4 tokens later.
     for token in (1, 16, 17, 20, 21):
@@ -86,7 +89,7 @@ def test_a_sliding_window_limits_what_a_token_sees(decoder: plait.Decoder, token
 
 
 def test_bos_stands_before_every_window(decoder: plait.Decoder, bos_tokenizer: Tokenizer) -> None:
-    found = Scorer(decoder, bos_tokenizer, window=16, stride=15).score(TEXT)
+    found = Scorer(DecoderForward(decoder), bos_tokenizer, window=16, stride=15).score(TEXT)
     ids = list(TEXT.encode())
     assert found.token_logprobs[0] == pytest.approx(one_by_one(decoder, [END_OF_TEXT], ids[0]), abs=1e-4)
     assert found.num_scored == found.num_bytes == len(ids)
@@ -97,18 +100,18 @@ def test_bos_stands_before_every_window(decoder: plait.Decoder, bos_tokenizer: T
 def test_logits_never_exist_for_all_tokens_at_once(
     decoder: plait.Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Scorer(decoder, tokenizer).score(TEXT).token_logprobs
+    whole = Scorer(DecoderForward(decoder), tokenizer).score(TEXT).token_logprobs
     sizes: list[int] = []
     logits = decoder.logits
-    monkeypatch.setattr(score, "LOGIT_NUMBERS", 5 * decoder.config.vocab_size)
+    monkeypatch.setattr(score_forward, "LOGIT_NUMBERS", 5 * decoder.config.vocab_size)
     monkeypatch.setattr(decoder, "logits", lambda hidden: sizes.append(len(hidden)) or logits(hidden))
-    parts = Scorer(decoder, tokenizer).score(TEXT).token_logprobs
+    parts = Scorer(DecoderForward(decoder), tokenizer).score(TEXT).token_logprobs
     assert max(sizes) == 5 and sum(sizes) == len(TEXT) - 1
     assert parts[1:] == pytest.approx(whole[1:], abs=1e-5)
 
 
 def test_text_that_names_a_special_token_is_ordinary_text(decoder: plait.Decoder, tokenizer: Tokenizer) -> None:
-    assert len(Scorer(decoder, tokenizer).encode("<|im_end|>")) == len("<|im_end|>")
+    assert len(Scorer(DecoderForward(decoder), tokenizer).encode("<|im_end|>")) == len("<|im_end|>")
 
 
 @pytest.mark.parametrize(("window", "stride"), [(1, None), (513, None), (16, 17)])
@@ -116,10 +119,27 @@ def test_sizes_that_cannot_work_are_refused(
     decoder: plait.Decoder, tokenizer: Tokenizer, window: int, stride: int | None
 ) -> None:
     with pytest.raises(RequestError):
-        Scorer(decoder, tokenizer, window, stride)
+        Scorer(DecoderForward(decoder), tokenizer, window, stride)
 
 
 @pytest.mark.parametrize("text", ["", "a"])
 def test_a_text_with_nothing_to_score_is_refused(decoder: plait.Decoder, tokenizer: Tokenizer, text: str) -> None:
     with pytest.raises(RequestError, match="nothing to score"):
-        Scorer(decoder, tokenizer).score(text, "empty.txt")
+        Scorer(DecoderForward(decoder), tokenizer).score(text, "empty.txt")
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native library")
+@pytest.mark.parametrize("window", [16, None])
+def test_the_plan_scores_like_the_decoder(
+    tmp_path: Path, tokenizer: Tokenizer, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_model_dir(tmp_path)
+    loaded = load_model(directory, plan="native", dtype="fp32")
+    positions = loaded.config.max_positions
+    # Chunks of 5 tokens: windows and rows that are scored begin inside a chunk.
+    monkeypatch.setattr(score_forward, "LOGIT_NUMBERS", 5 * loaded.config.vocab_size)
+    forward = PlanForward(loaded, window or positions, "fp32")
+    found = Scorer(forward, tokenizer, window=window).score(TEXT * 3)
+    expected = Scorer(DecoderForward(plait.load(directory, dtype="fp32")), tokenizer, window=window).score(TEXT * 3)
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(expected.token_logprobs[1:], abs=1e-4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.engine.engine import Engine
+from plait.engine.executor import StepResult, best_of
 from plait.engine.params import SamplingParams
 from plait.engine.sampler import Sampler
 from plait.engine.sampling_state import SamplingState
@@ -42,6 +43,11 @@ def logits_of(state: np.ndarray, vocab_size: int, sharpness: float) -> np.ndarra
     return ((noise >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) * sharpness).astype(np.float32)
 
 
+def hidden_of(state: np.ndarray) -> np.ndarray:
+    """float32 [N, 4] in 0 .. 1 from states uint64 [N]."""
+    return (state[:, None] >> np.array([0, 16, 32, 48], np.uint64) & np.uint64(0xFFFF)).astype(np.float32) / 65536
+
+
 def make_layout(windows: tuple[int, ...], block_tokens: tuple[int, ...]) -> CacheLayout:
     groups = tuple(
         CacheGroup((i,), LayerCache(1, 1, 1, window), size)
@@ -61,8 +67,10 @@ class ToyExecutor:
         max_batched_tokens: int = 16,
         vocab_size: int = VOCAB,
         sharpness: float = 6.0,
+        sampled_ids: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
+        self.sampled_ids = sampled_ids or vocab_size
         self.layout = make_layout(windows, block_tokens)
         self.num_blocks = num_blocks
         self.max_batched_tokens = max_batched_tokens
@@ -70,8 +78,20 @@ class ToyExecutor:
         self.weights = np.uint64(0)  # another value is another model
         self.pool = np.full((num_blocks, max(block_tokens)), 0xDEAD, np.uint64)
         self.steps: list[StepInputs] = []
+        self.wanted: list[tuple[bool, bool]] = []  # per step: whether logits and hidden states were asked for
 
-    def execute(self, token_ids: np.ndarray, inputs: StepInputs) -> np.ndarray:
+    def execute(
+        self, token_ids: np.ndarray, inputs: StepInputs, *, logits: bool = True, hidden: bool = False
+    ) -> StepResult:
+        self.wanted.append((logits, hidden))
+        numbers = self.compute(token_ids, inputs)
+        best_ids, best_values = best_of(numbers, self.sampled_ids)
+        return StepResult(
+            best_ids, best_values, numbers if logits else None, hidden_of(self.states) if hidden else None
+        )
+
+    def compute(self, token_ids: np.ndarray, inputs: StepInputs) -> np.ndarray:
+        """The step's logits; self.states are the states of its tokens."""
         assert token_ids.dtype == np.int32 and len(token_ids) <= self.max_batched_tokens
         sequences = inputs.sequences
         assert len(token_ids) == sequences.query_start[-1]
@@ -84,6 +104,7 @@ class ToyExecutor:
             first, last = sequences.query_start[s : s + 2].tolist()
             context = int(sequences.context_len[s])
             states[first:last] = self._run(token_ids[first:last], context, sequences.block_table[:, s])
+        self.states = states
         return self.transform(logits_of(states[inputs.logit_rows], self.vocab_size, self.sharpness))
 
     def transform(self, logits: np.ndarray) -> np.ndarray:
@@ -146,11 +167,11 @@ def generate_alone(
     output: list[int] = []
     while True:
         row = logits_without_cache(executor, tokens.array)[-1:]
-        (sample,) = sampler.sample(row, [state])
-        tokens.append(sample.token_id)
-        state.observe(sample.token_id)
-        output.append(sample.token_id)
-        if sample.token_id in stops:
+        (token,) = sampler.sample(StepResult(*best_of(row, sampler.vocab_size), row), [0], [state]).token_ids
+        tokens.append(token)
+        state.observe(token)
+        output.append(token)
+        if token in stops:
             return output, "stop"
         if len(tokens) >= max_total or (params.max_tokens is not None and len(output) >= params.max_tokens):
             return output, "length"

@@ -62,6 +62,32 @@ def test_available_memory_of_this_machine_is_the_same_both_ways(library):
     assert library.available_memory_bytes() == pytest.approx(machine.read_available_memory_bytes(), rel=0.1)
 
 
+def test_instruction_sets_go_from_worst_to_best_and_one_can_be_asked_for(library, monkeypatch):
+    names = library.isa_names()
+    monkeypatch.delenv("PLAIT_ISA", raising=False)
+    assert names[0] == "portable" and library.isa() == names[-1]
+    for name in names:
+        monkeypatch.setenv("PLAIT_ISA", name)
+        assert library.isa() == name
+    monkeypatch.setenv("PLAIT_ISA", "sse17")
+    with pytest.raises(UsageError, match="PLAIT_ISA=sse17: this CPU runs portable"):
+        library.isa()
+
+
+def test_instruction_sets_are_those_that_the_cpu_has(library):
+    has = machine.read_cpu_features().has
+    assert ("avx2" in library.isa_names()) == has("avx2", "fma", "f16c")
+    for name, features in {"avx512_vnni": ["avx512bw", "avx512_vnni"], "avx512_bf16": ["avx512_bf16"]}.items():
+        assert name not in library.isa_names() or has(*features)
+
+
+def test_the_number_of_threads_is_refused_in_words(library):
+    before = library.threads()
+    with pytest.raises(UsageError, match="-1 threads"):
+        library.set_threads(-1)
+    assert library.threads() == before
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_both_ways_read_the_same_from_any_system(library, tmp_path, name):
     root = write_tree(tmp_path, SYSTEMS[name])

@@ -11,7 +11,7 @@ cmake=$(dirname "${PYTHON:-python3}")/cmake
 [ -x "$cmake" ] || cmake=cmake
 "$cmake" -S . -B "$build" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >"$build/configure.txt"
-"$cmake" --build "$build" --target plait_native plait_machine >"$build/build.txt"
+"$cmake" --build "$build" --target plait_native plait_machine plait_kernel_driver >"$build/build.txt"
 # cortex-a53 has no dot product, bf16 or int8 matrix products; the emulator's `max` has them all.
 plain=$(qemu-aarch64 -cpu cortex-a53 -L /usr/aarch64-linux-gnu "$build/plait_machine")
 full=$(qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu "$build/plait_machine")
@@ -19,4 +19,7 @@ echo "cortex-a53: $plain"
 echo "max: $full"
 grep -q '"features": \["asimd"\]' <<<"$plain"
 grep -q '"features": \["asimd", "asimdhp", "asimddp", "sve", "i8mm", "bf16"\]' <<<"$full"
-echo "the library runs on 64-bit ARM and tells its CPUs apart"
+# Every kernel on random shapes against sums in double precision, and plans with several threads.
+qemu-aarch64 -cpu cortex-a53 -L /usr/aarch64-linux-gnu "$build/plait_kernel_driver" 10
+qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu "$build/plait_kernel_driver" 10
+echo "the library runs on 64-bit ARM, tells its CPUs apart, and its kernels agree with plain sums"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.engine.llm import LLM
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
+KV_DTYPES = (*DTYPES, "q8_0")
 MODEL_HELP = "a GGUF file, a directory with config.json, or hf:OWNER/NAME (default: SmolLM2-135M-Instruct)"
 
 
@@ -29,7 +30,12 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict, --adapter."""
     parser.add_argument("--device", default="cpu", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="what weights are kept in (auto: as stored; the reference plan expands)",
+    )
     parser.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: all that may be used)")
     parser.add_argument("--strict", action="store_true", help="unknown keys of a config.json are errors")
     parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
@@ -44,8 +50,7 @@ def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> N
     group = parser.add_argument_group("engine")
     group.add_argument("--max-model-len", type=positive, metavar="N", help="longest context (default: the model's own)")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for keys and values, such as 2GiB")
-    group.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp32", "q8_0"), help="default: auto")
-    group.add_argument("--plan", default="reference", choices=("native", "reference"), help="default: reference")
+    add_plan_flags(group)
     if sampling:
         group.add_argument(
             "--generation-config",
@@ -53,6 +58,19 @@ def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> N
             choices=("auto", "none"),
             help="auto: the checkpoint's own sampling defaults apply where no flag is given (default: auto)",
         )
+
+
+def add_plan_flags(parser: Any) -> None:
+    """--plan and --kv-dtype, for a parser or a group of it."""
+    parser.add_argument(
+        "--kv-dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32", "q8_0"), help="default: auto"
+    )
+    parser.add_argument(
+        "--plan",
+        default="auto",
+        choices=("auto", "native", "reference"),
+        help="native: C++ kernels on packed weights, reference: torch (default: auto, native where it can be)",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -107,6 +125,29 @@ def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
     return decoder, tokenizer
 
 
+def load_forward(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """(loaded model, tokenizer, forward) of args.model for commands that score ids; --plan chooses the forward."""
+    from plait.engine.build import check_options, settle_kv_dtype
+    from plait.engine.loading import load_model
+    from plait.engine.score import window_size
+    from plait.engine.score_forward import DecoderForward, Forward, PlanForward
+
+    not_supported_yet(args, "adapter")
+    options = {name: getattr(args, name) for name in ("dtype", "device", "threads", "strict", "plan")}
+    check_options(**options, kv_dtype=args.kv_dtype)
+    with progress("loading the model"):
+        loaded = load_model(args.model, generation_config="none", **options)
+        forward: Forward
+        if loaded.native is None:
+            forward = DecoderForward(loaded.decoder)
+        else:
+            window = min(window_size(args.window, loaded.config.max_positions), loaded.config.max_positions)
+            forward = PlanForward(loaded, window, settle_kv_dtype(args.kv_dtype, loaded))
+    for line in loaded.report.lines() if loaded.report else []:
+        say(line)
+    return loaded, loaded.tokenizer, forward
+
+
 def not_supported_yet(args: argparse.Namespace, *names: str) -> None:
     """UsageError for the first of these flags that was given."""
     for name in names:
@@ -123,7 +164,7 @@ def positive(text: str) -> int:
 
 def device(text: str) -> str:
     """An argparse type: the name of a torch device."""
-    from plait.engine.build import check_device
+    from plait.engine.loading import check_device
 
     try:
         check_device(text)

@@ -9,7 +9,8 @@ from typing import Any
 from plait.cli.common import (
     Counter,
     add_load_flags,
-    load_decoder,
+    add_plan_flags,
+    load_forward,
     positive,
     print_json,
     print_table,
@@ -20,8 +21,8 @@ from plait.cli.common import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Every token is scored once, given the tokens before it in a sliding window. The forward runs without the"
-        " engine: there is no key/value cache to size and nothing is sampled."
+        "Every token is scored once, given those before it in a sliding window. Nothing is sampled, and there is no"
+        " key/value cache to size."
     )
     parser.add_argument("model", metavar="MODEL", help="as for generate; `default` is the embedded model")
     parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - for standard input")
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="store_true", help="also every token with its log-probability")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_load_flags(parser)
+    add_plan_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     texts = [(name, read_text(name)) for name in args.files]
     args.model = None if args.model == "default" else args.model
-    decoder, tokenizer = load_decoder(args)
-    scorer = Scorer(decoder, tokenizer, args.window, args.stride)
+    loaded, tokenizer, forward = load_forward(args)
+    scorer = Scorer(forward, tokenizer, args.window, args.stride)
     start = time.perf_counter()
     with Counter("scored tokens", sum(len(scorer.encode(text)) for _, text in texts)) as counter:
         scorer.advance = counter.advance
@@ -50,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     total = figures(sum(s.nll for s in scores), sum(s.num_scored for s in scores), sum(s.num_bytes for s in scores))
     document = {
-        "model": str(decoder.source),
-        "dtype": decoder.load_report.dtype,
+        "model": loaded.report.path,
+        "dtype": loaded.precision,
+        "plan": "reference" if loaded.native is None else "native",
         "window": scorer.size,
         "stride": scorer.step,
         "bos": None if scorer.bos is None else "at the start of every window",

@@ -18,7 +18,8 @@ class Batch:
     """token_ids int32 [N] and inputs of a step. S sequences; the logits have R rows.
 
     counts: tokens of each sequence. prompt_rows: (sequence, first logits row, prompt positions).
-    sample_rows: (sequence, logits row) of those whose known tokens are all computed after this step.
+    sample_rows: (sequence, logits row) of those whose known tokens are all computed after this step. hidden_rows:
+    (sequence, first flat token) of those whose hidden states are wanted.
     """
 
     token_ids: NDArray[np.int32]
@@ -26,6 +27,7 @@ class Batch:
     counts: dict[SequenceState, int]
     prompt_rows: list[tuple[SequenceState, int, range]]
     sample_rows: list[tuple[SequenceState, int]]
+    hidden_rows: list[tuple[SequenceState, int]]
 
 
 def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batch:
@@ -37,11 +39,14 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batc
     rows: list[int] = []
     wanted: list[tuple[SequenceState, int, range]] = []
     sampled: list[tuple[SequenceState, int]] = []
+    hidden: list[tuple[SequenceState, int]] = []
     for (seq, count), start in zip(counts.items(), query_start.tolist(), strict=False):
         if seq.owner.prompt_logprobs is not None and (positions := prompt_rows(seq, count)):
             wanted.append((seq, len(rows), positions))
             rows.extend(start + p - seq.num_computed for p in positions)
-        if count == seq.remaining and len(seq.tokens) < seq.owner.max_total_tokens:
+        if seq.owner.pooled is not None:
+            hidden.append((seq, start))
+        elif count == seq.remaining and len(seq.tokens) < seq.owner.max_total_tokens:
             sampled.append((seq, len(rows)))
             rows.append(start + count - 1)
     sequences = Sequences(
@@ -51,4 +56,4 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batc
         copies=manager.take_copies(),
     )
     inputs = StepInputs(sequences=sequences, logit_rows=np.asarray(rows, np.int32))
-    return Batch(np.concatenate(ids, dtype=np.int32), inputs, counts, wanted, sampled)
+    return Batch(np.concatenate(ids, dtype=np.int32), inputs, counts, wanted, sampled, hidden)

@@ -5,37 +5,65 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from plait.errors import CapacityError, ConfigError, RequestError, UsageError
-from plait.kernels.native import available_memory_bytes, usable_cpus
+from plait.engine.loading import LoadedModel, check_device, choose_plan, load_model
+from plait.errors import CapacityError, PlaitError, UsageError
+from plait.kernels.native import available_memory_bytes, library
 from plait.memory.layout import CacheLayout, make_layout
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
     from plait.model.config import ModelConfig
     from plait.model.decoder import Decoder
+    from plait.plan.load import NativeModel
     from plait.text.tokenizer import Tokenizer
 
 # Of the memory that is free once the weights are loaded, the pool may take this share. Untouched pages cost nothing.
 KV_SHARE = 0.5
 MAX_THREADS = 1024
+PLANS = ("auto", "native", "reference")
+KV_DTYPES = {"auto": 0, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 _MAX_BYTES = 2**60
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
 
 
 @dataclass
 class EngineBundle:
-    """An engine with what belongs to it. lines: what a person is told at start-up."""
+    """An engine with what belongs to it. plan: "native" or "reference". lines: what a person is told at start-up.
+
+    precision: what the weights are kept in. loaded: the model itself.
+    """
 
     engine: Engine
-    tokenizer: Tokenizer | None
-    config: ModelConfig
-    default_params: dict[str, Any]
+    loaded: LoadedModel
     max_model_len: int
-    name: str
+    plan: str
+    precision: str
     report: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Built when it is first asked for; None for a live decoder that came without one."""
+        return self.loaded.tokenizer
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model as a Decoder. One whose weights are packed has names, shapes and values, but computes nothing."""
+        return self.loaded.decoder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.loaded.config
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        return self.loaded.defaults
+
+    @property
+    def name(self) -> str:
+        return self.loaded.name
 
 
 def parse_bytes(text: int | str) -> int:
@@ -54,29 +82,6 @@ def parse_bytes(text: int | str) -> int:
     return int(size)
 
 
-def check_device(device: str) -> None:
-    """UsageError for a device that is not supported, or that this machine lacks."""
-    match = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", device) if isinstance(device, str) else None
-    if match is None:
-        raise UsageError(f"device {device!r:.40} is not supported: choose cpu or cuda (cuda:1, ...)")
-    if match[1] == "cuda":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(match[2] or 0) >= count:
-            raise UsageError(f"there is no device {device} here ({count} CUDA devices): use cpu")
-
-
-@dataclass
-class LoadedModel:
-    """Weights in memory and what came with them. defaults: the checkpoint's own sampling parameters."""
-
-    decoder: Decoder
-    tokenizer: Tokenizer | None
-    defaults: dict[str, Any]
-    name: str
-
-
 def check_options(
     *,
     device: str = "cpu",
@@ -87,18 +92,19 @@ def check_options(
     max_batched_tokens: int = 512,
     generation_config: str = "auto",
     threads: int | None = None,
-    plan: str = "reference",
+    plan: str = "auto",
     **_: Any,
 ) -> None:
     """Raise UsageError for options of `build_engine` that no model can satisfy."""
-    if plan != "reference":
-        raise UsageError(f"plan {plan!r} is not available yet: use 'reference'")
+    if plan not in PLANS:
+        raise UsageError(f"plan {plan!r:.40}: choose {', '.join(PLANS)}")
     if kv_memory is not None:
         parse_bytes(kv_memory)
     check_device(device)
+    choose_plan(plan, device)
     if threads is not None and threads > MAX_THREADS:
         raise UsageError(f"threads={threads} must be at most {MAX_THREADS}")
-    _kv_dtype(kv_dtype, None)
+    _check_kv_dtype(kv_dtype)
     for name, value in (
         ("max_model_len", max_model_len),
         ("threads", threads),
@@ -111,59 +117,6 @@ def check_options(
         raise UsageError(f"max_num_seqs={max_num_seqs} sequences do not fit in a step of {max_batched_tokens} tokens")
     if generation_config not in ("auto", "none"):
         raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
-
-
-def load_model(
-    model: str | Path | Decoder | None = None,
-    *,
-    dtype: Any = "auto",
-    device: str = "cpu",
-    strict: bool = False,
-    generation_config: str = "auto",
-    threads: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    **_: Any,
-) -> LoadedModel:
-    """Load what `build_engine` needs of a model; takes the same options and ignores those of the engine.
-
-    threads: of this process from now on, for loading too; default all usable processors.
-    """
-    import torch
-
-    from plait.model.decoder import Decoder
-    from plait.text.tokenizer import load_tokenizer
-    from plait.weights.checkpoint import open_checkpoint
-    from plait.weights.load import load
-
-    if device.startswith("cpu"):
-        torch.set_num_threads(usable_cpus() if threads is None else threads)
-    if isinstance(model, Decoder):
-        return LoadedModel(model, tokenizer, {}, model.config.model_type)
-    checkpoint = open_checkpoint(model, strict)
-    defaults: dict[str, Any] = {}
-    if generation_config == "auto":
-        defaults = checkpoint.generation_defaults
-        _check_defaults(checkpoint.path, defaults)
-    decoder = load(checkpoint, dtype, device, strict)
-    tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-    checkpoint.source.close()
-    name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name
-    return LoadedModel(decoder, tokenizer, defaults, name)
-
-
-def _check_defaults(path: Path, defaults: dict[str, Any]) -> None:
-    from plait.engine.params import SamplingParams
-    from plait.weights.checkpoint import GGUF_SAMPLING_KEYS, config_file
-
-    try:
-        SamplingParams(**defaults)
-    except RequestError as error:
-        beside = config_file(path)
-        if beside is not None:
-            where = str(beside.with_name("generation_config.json"))
-        else:
-            where = f"{path}, {next(key for key, name in GGUF_SAMPLING_KEYS.items() if name == error.field)}"
-        raise ConfigError(f"{where}: {error}; correct it, or set --generation-config none") from None
 
 
 def build_engine(
@@ -181,7 +134,7 @@ def build_engine(
     threads: int | None = None,
     strict: bool = False,
     tokenizer: Tokenizer | None = None,
-    plan: str = "reference",
+    plan: str = "auto",
     **options: Any,
 ) -> EngineBundle:
     """Load a model and put an engine around it.
@@ -192,7 +145,6 @@ def build_engine(
     what cannot work.
     """
     from plait.engine.engine import Engine
-    from plait.engine.reference_executor import ReferenceExecutor
 
     # What can be refused without the weights is refused before they are loaded.
     check_options(
@@ -217,54 +169,126 @@ def build_engine(
             generation_config=generation_config,
             threads=threads,
             tokenizer=tokenizer,
+            plan=plan,
         )
-    decoder, tokenizer, defaults = loaded.decoder, loaded.tokenizer, loaded.defaults
-    config = decoder.config
-    numbers = _kv_dtype(kv_dtype, decoder.dtype)
+    config = loaded.config
+    kv_dtype = settle_kv_dtype(kv_dtype, loaded)
     wanted = config.max_positions if max_model_len is None else max_model_len
     if wanted > config.max_positions:
         raise CapacityError(
             f"max_model_len={wanted} is beyond the model's {config.max_positions} positions", field="max_model_len"
         )
-    layout = make_layout(config.caches(), numbers.itemsize, wanted, max_batched_tokens)
+    layout = make_layout(config.caches(), KV_DTYPES[kv_dtype], wanted, max_batched_tokens)
     full = layout.blocks_per_sequence(wanted, max_batched_tokens) * max_num_seqs + 1
     if kv_memory is None:
         num_blocks = min(int(available_memory_bytes() * kv_share) // layout.block_bytes, full)
     else:
         num_blocks = parse_bytes(kv_memory) // layout.block_bytes
     length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
-    try:
-        executor = ReferenceExecutor(decoder, layout, num_blocks, max_batched_tokens, numbers)
-    except (RuntimeError, MemoryError, OverflowError, ValueError):
-        size = f"{num_blocks * layout.block_bytes / 2**30:,.1f} GiB"
-        raise UsageError(f"this machine does not give {size} for keys and values: lower --kv-memory") from None
+    executor = make_executor(loaded, layout, num_blocks, max_batched_tokens, kv_dtype)
     engine = Engine(
         executor,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        vocab_limit=tokenizer.vocab_size if tokenizer else None,
-        eos_token_ids=frozenset(config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        eos_token_ids=frozenset(config.eos_token_ids) | loaded.eos_token_ids,
         **options,
     )
-    bundle = EngineBundle(engine, tokenizer, config, defaults, length, loaded.name)
-    bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, decoder)
+    bundle = EngineBundle(engine, loaded, length, "reference" if loaded.native is None else "native", loaded.precision)
+    bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, loaded.weight_bytes)
     bundle.report["kv_pool_touched_bytes"] = executor.touched_bytes()
-    bundle.lines = [*(decoder.load_report.lines() if decoder.load_report else []), *notes, _fits_line(bundle.report)]
-    if defaults:
-        shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
+    bundle.report |= _plan_report(bundle.plan, executor, kv_dtype)
+    loading = [] if loaded.report is None else loaded.report.lines()
+    bundle.lines = [*loading, *_plan_lines(bundle.report, loaded), *notes, _fits_line(bundle.report)]
+    if loaded.defaults:
+        shown = ", ".join(f"{k}={v}" for k, v in loaded.defaults.items())
         bundle.lines.append(f"sampling defaults from the checkpoint: {shown}")
     return bundle
 
 
-def _kv_dtype(name: str, compute: Any) -> Any:
-    import torch
-
-    known = {"auto": compute, "fp32": torch.float32, "bf16": torch.bfloat16}
-    if name not in known:
+def _check_kv_dtype(name: str) -> None:
+    if name not in KV_DTYPES:
         later = " (q8_0 is not supported yet)" if name == "q8_0" else ""
-        raise UsageError(f"kv_dtype {name!r}: choose auto, fp32 or bf16{later}")
-    return known[name]
+        raise UsageError(f"kv_dtype {name!r:.40}: choose {', '.join(KV_DTYPES)}{later}")
+
+
+def settle_kv_dtype(name: str, loaded: LoadedModel) -> str:
+    """What "auto" means for a model: the reference keeps keys and values in the dtype that it computes in; the native
+    plan in bf16, beside fp32 weights in fp32."""
+    if name != "auto":
+        return name
+    if loaded.native is not None:
+        return "fp32" if set(loaded.native.store.layouts()) == {"F32"} else "bf16"
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(loaded.precision, "fp32")
+
+
+def make_executor(
+    loaded: LoadedModel, layout: CacheLayout, num_blocks: int, max_batched_tokens: int, kv_dtype: str
+) -> Any:
+    """The executor, with its pool. UsageError where the machine does not give the pool's memory."""
+    sizes = (layout, num_blocks, max_batched_tokens)
+    try:
+        if loaded.native is not None:
+            from plait.plan.executor import NativeExecutor
+
+            native = loaded.native
+            options: dict[str, Any] = {"kv_dtype": kv_dtype, "sampled_ids": loaded.vocab_size}
+            if loaded.is_live:
+                return live_executor(loaded.decoder, native, *sizes, **options)
+            return NativeExecutor(native.recording, native.store, *sizes, **options)
+        import torch
+
+        from plait.engine.reference_executor import ReferenceExecutor
+
+        numbers = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kv_dtype]
+        return ReferenceExecutor(loaded.decoder, *sizes, numbers, sampled_ids=loaded.vocab_size)
+    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        if isinstance(error, PlaitError) and not isinstance(error, CapacityError):
+            raise
+        size = f"{num_blocks * layout.block_bytes / 2**30:,.1f} GiB"
+        raise UsageError(f"this machine does not give {size} for keys and values: lower --kv-memory") from None
+
+
+def live_executor(decoder: Decoder, native: NativeModel, *sizes: Any, **options: Any) -> Any:
+    """A native executor whose `refresh` packs the decoder's present parameters into its standing buffers."""
+    from plait.plan.executor import NativeExecutor
+    from plait.weights.pack import pack_decoder
+
+    class LiveExecutor(NativeExecutor):
+        def refresh(self, store: Any = None) -> None:
+            super().refresh(pack_decoder(decoder, store=native.store) if store is None else store)
+
+    return LiveExecutor(native.recording, native.store, *sizes, **options)
+
+
+def _plan_report(plan: str, executor: Any, kv_dtype: str) -> dict[str, Any]:
+    """How steps are computed; threads: of the process that computes them."""
+    if plan == "reference":
+        return {"plan": plan, "kv_dtype": kv_dtype}
+    functions = cast(Any, library()).functions
+    return {
+        "plan": plan,
+        "kv_dtype": kv_dtype,
+        "isa": functions.plait_isa().decode(),
+        "threads": functions.plait_threads(),
+        "plan_bytes": executor.plan_bytes,
+        "host_ops": list(executor.host_ops),
+    }
+
+
+def _plan_lines(report: dict[str, Any], loaded: LoadedModel) -> list[str]:
+    if loaded.native is None:
+        return [f"plan: reference, keys and values in {report['kv_dtype']}"]
+    counts = loaded.native.store.layouts()
+    formats = ", ".join(f"{count} {layout}" for layout, count in sorted(counts.items()))
+    threads = f"{report['threads']} thread{'' if report['threads'] == 1 else 's'}"
+    lines = [
+        f"plan: native ({report['isa']}, {threads}), matrices {formats}, keys and values in {report['kv_dtype']},"
+        f" {report['plan_bytes'] / 2**20:,.0f} MiB of buffers"
+    ]
+    if report["host_ops"]:
+        lines.append(f"without a native kernel, computed by the reference: {', '.join(report['host_ops'])}")
+    return lines
 
 
 def _fitting_length(
@@ -291,13 +315,12 @@ def _fitting_length(
 
 
 def memory_report(
-    config: ModelConfig, layout: CacheLayout, num_blocks: int, max_model_len: int, chunk: int, decoder: Any = None
+    config: ModelConfig, layout: CacheLayout, num_blocks: int, max_model_len: int, chunk: int, weight_bytes: int
 ) -> dict[str, Any]:
     """Bytes by part, and how many tokens and full-length requests fit in the pool."""
     per_request = layout.blocks_per_sequence(max_model_len, chunk)
-    weights = sum(p.numel() * p.element_size() for p in decoder.parameters()) if decoder is not None else None
     return {
-        "weight_bytes": weights,
+        "weight_bytes": weight_bytes,
         "kv_pool_bytes": num_blocks * layout.block_bytes,
         "kv_bytes_per_token": config.kv_bytes_per_token(layout.bytes_per_number),
         "kv_block_bytes": layout.block_bytes,

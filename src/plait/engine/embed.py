@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plait.errors import CapacityError, RequestError
-
-if TYPE_CHECKING:
-    from plait.model.decoder import Decoder
 
 POOLINGS = ("last", "mean")
 
@@ -51,18 +50,33 @@ def check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
         raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab_size}", field="prompt")
 
 
-def embed_ids(decoder: Decoder, ids: Sequence[int], pooling: str, normalize: bool) -> list[float]:
-    """The vector [hidden_size] of token ids [N]: the last token's hidden state, or the mean over all, in fp32.
+class Pooled:
+    """The hidden states of a prompt, added up chunk by chunk.
 
-    normalize: scaled to Euclidean length 1.
+    count: tokens that have been taken; a prompt that is computed anew adds only those behind them.
     """
-    import torch
 
-    from plait.model.decoder import evaluating
+    def __init__(self, pooling: str) -> None:
+        self.count = 0
+        self._mean = pooling == "mean"
+        self._sum: NDArray[np.float64] | None = None
 
-    with evaluating(decoder), torch.inference_mode():
-        hidden = decoder(torch.tensor(list(ids), dtype=torch.long, device=decoder.device)).float()
-        vector = hidden[-1] if pooling == "last" else hidden.mean(0)
-        if normalize:
-            vector = torch.nn.functional.normalize(vector, dim=0)
-        return vector.cpu().tolist()
+    def take(self, first: int, hidden: NDArray[np.float32]) -> None:
+        """Hidden states [T, hidden size] of the tokens from position `first` on."""
+        new = hidden[max(self.count - first, 0) :]
+        if not len(new):
+            return
+        part = np.add.reduce(new, axis=0, dtype=np.float64) if self._mean else new[-1].astype(np.float64)
+        self._sum = self._sum + part if self._mean and self._sum is not None else part
+        self.count = first + len(hidden)
+
+    def vector(self) -> NDArray[np.float64]:
+        """[hidden size]: the last token's hidden state, or the mean over all."""
+        assert self._sum is not None
+        return self._sum / self.count if self._mean else self._sum
+
+
+def normalized(vector: Sequence[float]) -> list[float]:
+    """Scaled to Euclidean length 1; zeros stay zeros."""
+    values = np.asarray(vector, np.float64)
+    return (values / max(float(np.linalg.norm(values)), 1e-12)).tolist()

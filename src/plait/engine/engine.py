@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plait.engine.admission import Limits, check_request, longest_sequence, total_tokens
 from plait.engine.batch import Batch, build_batch
-from plait.engine.executor import Executor
+from plait.engine.embed import Pooled
+from plait.engine.executor import Executor, StepResult
 from plait.engine.request import Request, RequestState, SequenceState
-from plait.engine.sampler import NOT_FINITE, Sample, Sampler
+from plait.engine.sampler import NOT_FINITE, Sampler
 from plait.engine.sampling_state import SamplingState
 from plait.engine.scheduler import Scheduler
 from plait.engine.stats import EngineStats, TouchedBytes
-from plait.engine.token_output import RequestTiming, TokenOutput
+from plait.engine.steady import SteadyBatch
+from plait.engine.token_output import RequestTiming, TokenLogprobs, TokenOutput
 from plait.engine.tokens import TokenBuffer
 from plait.errors import EngineError, RequestError
 from plait.memory.blocks import BlockManager
 
+NO_HIDDEN = "this executor gives no hidden states, which embeddings need"
 _MAX_FAILED_STEPS = 3
+_STEP_TIMES = 4096
+
+
+class _Choice(NamedTuple):
+    """What was sampled for a sequence: a token, or why there is none."""
+
+    seq: SequenceState
+    token: int
+    error: str | None
+    logprobs: TokenLogprobs | None
+
+
+def _just_decodes(seq: SequenceState) -> bool:
+    """Whether all that the sequence needs from a step is its next token, and nobody shares the block it writes."""
+    owner = seq.owner
+    return (
+        seq.remaining == 1
+        and owner.timing.first_token_s is not None
+        and owner.prompt_logprobs is None
+        and owner.pooled is None
+        and not seq.held.may_share
+    )
 
 
 class Engine:
@@ -31,9 +56,9 @@ class Engine:
 
     max_model_len: tokens of prompt and output together. max_num_seqs: sequences in one step.
     max_batched_tokens: tokens of one step (at most the executor's). policy: "fcfs" or "priority".
-    vocab_limit: ids at and beyond it are never sampled (the tokenizer's size). eos_token_ids: the model's end
-    tokens. max_logprobs: bound of logprobs and prompt_logprobs. max_prompt_rows: logits rows per step for
-    prompt_logprobs. seed: makes the seeds that requests without one get repeatable.
+    eos_token_ids: the model's end tokens. max_logprobs: bound of logprobs and prompt_logprobs. max_prompt_rows: logits
+    rows per step for prompt_logprobs. seed: makes the seeds that requests without one get repeatable.
+    step_times: of the latest steps, (seconds, seconds of them in which the executor and the native sampler computed).
     """
 
     def __init__(
@@ -44,7 +69,6 @@ class Engine:
         max_num_seqs: int = 32,
         max_batched_tokens: int = 512,
         policy: str = "fcfs",
-        vocab_limit: int | None = None,
         eos_token_ids: Iterable[int] = (),
         prefix_caching: bool = True,
         max_logprobs: int = 20,
@@ -73,7 +97,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.blocks = BlockManager(executor.layout, executor.num_blocks, prefix_caching, chunk_tokens=budget)
         self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_prompt_rows)
-        sampled_ids = executor.vocab_size if vocab_limit is None else min(vocab_limit, executor.vocab_size)
+        sampled_ids = executor.sampled_ids
         self.sampler = Sampler(sampled_ids)
         pool_tokens = longest_sequence(self.blocks, max_model_len)
         self.limits = Limits(
@@ -84,6 +108,12 @@ class Engine:
         self._arrivals = 0
         self._failed_steps = 0
         self._weights_version = 0
+        self._steady: SteadyBatch | None = None
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=_STEP_TIMES)
+        self._executed = 0  # steps, failed ones too
+        self._compute_s = 0.0  # of the present step
+        self._step_s = self._total_compute_s = 0.0
+        self._generated_tokens = 0
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._touched = TouchedBytes(getattr(executor, "touched_bytes", None))
@@ -97,7 +127,7 @@ class Engine:
         check_request(request, self.limits)
         params = request.params
         num_prompt = len(request.prompt_token_ids)
-        total = total_tokens(num_prompt, params.max_tokens, self.limits)
+        total = total_tokens(num_prompt, params.max_tokens if request.pooling is None else 0, self.limits)
         seed = int(self._seeds.integers(1 << 64, dtype=np.uint64)) if params.seed is None else params.seed % (1 << 64)
         owner = RequestState(
             request,
@@ -107,6 +137,7 @@ class Engine:
             order=self._arrivals,
             timing=RequestTiming(time.monotonic() if request.arrival_s is None else request.arrival_s),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            pooled=None if request.pooling is None else Pooled(request.pooling),
         )
         first = self._new_sequence(owner, 0, TokenBuffer(request.prompt_token_ids))
         self._arrivals += 1
@@ -139,11 +170,16 @@ class Engine:
         """The weights have changed: drop every key and value; running requests are computed anew and go on."""
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
+        take_weights = getattr(self.executor, "refresh", None)
+        if take_weights is not None:  # a native plan packs them anew
+            take_weights()
         self._weights_version += 1
         self.blocks.set_weights_version(self._weights_version)
         for owner in self._requests.values():
             if owner.missing_prompt_rows:
                 owner.prompt_logprobs = [None]
+            if owner.request.pooling is not None:
+                owner.pooled = Pooled(owner.request.pooling)
 
     # The step
 
@@ -154,6 +190,25 @@ class Engine:
         finish_reason "error". Raises EngineError when the executor fails in several steps in a row: then the engine
         cannot go on.
         """
+        start, executed = time.perf_counter(), self._executed
+        self._compute_s = 0.0
+        sampled_s = self.sampler.compute_s
+        steady = self._steady
+        if steady is None or steady.version != self.scheduler.version:
+            steady = self._steady = self._make_steady()
+        outputs = None if steady is None else self._step_steady(steady)
+        if outputs is None:
+            outputs = self._step_scheduled()
+        if self._executed != executed:
+            compute_s = self._compute_s + self.sampler.compute_s - sampled_s
+            step_s = time.perf_counter() - start
+            self.step_times.append((step_s, compute_s))
+            self._step_s += step_s
+            self._total_compute_s += compute_s
+        return outputs
+
+    def _step_scheduled(self) -> list[TokenOutput]:
+        """A step as the scheduler makes it."""
         counts = self.scheduler.schedule()
         if not counts and self._requests:
             # Blocks that queued copies were to be read from become free only when the copies are taken.
@@ -170,10 +225,16 @@ class Engine:
                 seq.owner.timing.first_scheduled_s = now
                 self._totals["prefix_query_tokens"] += len(seq.tokens)
                 self._totals["prefix_hit_tokens"] += seq.owner.num_cached_tokens or 0
+        needs_logits = bool(batch.prompt_rows) or not all(s.sampling.greedy_as_is for s, _ in batch.sample_rows)
+        return self._run(batch, needs_logits, lambda result, outputs: self._digest(batch, result, outputs))
+
+    def _run(
+        self, batch: Batch, needs_logits: bool, digest: Callable[[StepResult, list[TokenOutput]], None]
+    ) -> list[TokenOutput]:
+        """Execute and digest; failures are confined to the requests of this step."""
         try:
-            logits = self.executor.execute(batch.token_ids, batch.inputs)
-            self._check_logits(logits, batch)
-        except Exception as error:  # confined to the requests of this step
+            result = self._execute(batch, needs_logits)
+        except Exception as error:
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise EngineError(f"{self._failed_steps} steps in a row failed, the last with: {error}") from error
@@ -183,31 +244,102 @@ class Engine:
         self._totals["computed_tokens"] += len(batch.token_ids)
         outputs: list[TokenOutput] = []
         try:
-            self._digest(batch, logits, outputs)
-        except Exception as error:  # confined too; choices that have ended by now keep their outputs
+            digest(result, outputs)
+        except Exception as error:  # choices that have ended by now keep their outputs
             outputs += self._fail_step(batch, error)
         return outputs
 
-    def _digest(self, batch: Batch, logits: NDArray[np.float32], outputs: list[TokenOutput]) -> None:
+    def _execute(self, batch: Batch, needs_logits: bool) -> StepResult:
+        self._executed += 1
+        start = time.perf_counter()
+        result = self.executor.execute(
+            batch.token_ids, batch.inputs, logits=needs_logits, hidden=bool(batch.hidden_rows)
+        )
+        own = getattr(self.executor, "compute_s", None)
+        self._compute_s = time.perf_counter() - start if own is None else own
+        rows, columns = len(batch.inputs.logit_rows), self.executor.vocab_size
+        if len(result.best_ids) != rows or len(result.best_values) != rows:
+            raise EngineError(f"the executor returned {len(result.best_ids)} best ids for {rows} rows")
+        if needs_logits and (result.logits is None or result.logits.shape != (rows, columns)):
+            shape = None if result.logits is None else result.logits.shape
+            raise EngineError(f"the executor returned logits {shape}, expected {(rows, columns)}")
+        return result
+
+    # Steps in which all sequences decode
+
+    def _make_steady(self) -> SteadyBatch | None:
+        """The batch that all steps have until a sequence comes or goes; None while there is anything but decoding."""
+        running = self.scheduler.running
+        if not running or self.scheduler.may_admit or not all(map(_just_decodes, running)):
+            return None
+        return SteadyBatch(running, self.blocks, self.scheduler.version)
+
+    def _step_steady(self, steady: SteadyBatch) -> list[TokenOutput] | None:
+        """None where the scheduler has to decide, for want of blocks."""
+        inputs = steady.advance()
+        if inputs is None:
+            self._steady = None
+            return None
+        batch = Batch(steady.token_ids, inputs, steady.counts, [], steady.sample_rows, [])
+        return self._run(
+            batch, steady.needs_logits, lambda result, outputs: self._digest_steady(steady, batch, result, outputs)
+        )
+
+    def _digest_steady(self, steady: SteadyBatch, batch: Batch, result: StepResult, outputs: list[TokenOutput]) -> None:
+        """What _digest does, for one token of each sequence."""
+        logprobs: dict[int, TokenLogprobs] = {}
+        if steady.needs_logits:
+            samples = self.sampler.sample(result, steady.rows, steady.states)
+            tokens, sound, logprobs = samples.token_ids, not samples.errors, samples.logprobs
+        else:
+            tokens, sound = result.best_ids.tolist(), bool(np.isfinite(result.best_values).all())
+        if not sound:
+            self._digest(batch, result, outputs)
+            return
+        steady.take(tokens)
+        lengths = steady.context_len.tolist()
+        for i, (seq, held, token, length) in enumerate(zip(steady.seqs, steady.blocks, tokens, lengths, strict=True)):
+            if length < held.next_event:
+                held.num_computed = length
+            else:
+                self.blocks.commit(held, seq.tokens.array, length)
+                if self.blocks.recycles:
+                    steady.refresh_table(i)
+            seq.tokens.append(token)
+            owner, sampling = seq.owner, seq.sampling
+            if sampling.observes:
+                sampling.observe(token)
+            output = TokenOutput(owner.request.request_id, seq.index, [token])
+            output.num_cached_tokens = owner.num_cached_tokens or 0
+            if i in logprobs:
+                output.logprobs = [logprobs[i]]
+            if token in owner.ends or length + 1 >= owner.max_total_tokens:
+                reason, output.stop_reason = self._finish_reason(seq, token)
+                if reason is not None:
+                    self._finish(owner, seq.index, output, reason)
+            outputs.append(output)
+            self._generated_tokens += 1
+
+    def _digest(self, batch: Batch, result: StepResult, outputs: list[TokenOutput]) -> None:
         """Sample, commit what was computed, and add what is new to `outputs`."""
-        broken = self._collect_prompt_logprobs(batch, logits)
-        samples = self._sample([(seq, row) for seq, row in batch.sample_rows if seq not in broken], logits)
+        broken = self._collect_prompt_logprobs(batch, result) | self._collect_hidden(batch, result)
+        choices = self._sample([(seq, row) for seq, row in batch.sample_rows if seq not in broken], result)
         for seq, count in batch.counts.items():
-            first = samples.get(seq)
+            first = choices.get(seq)
             if seq in broken:
-                outputs += self._end_in_error(seq.owner, NOT_FINITE)
+                outputs += self._end_in_error(seq.owner, broken[seq])
                 continue
-            if first is None or first[0][1].error is None:
+            if first is None or first[0].error is None:
                 self.blocks.commit(seq.held, seq.tokens.array, seq.num_computed + count)
             if first is not None:
                 self._append(seq, first, outputs)
-            elif seq.remaining == 0:  # scoring: nothing to sample
-                outputs += self._end_scoring(seq.owner)
+            elif seq.remaining == 0:  # scoring and pooling: nothing to sample
+                outputs += self._end_without_tokens(seq.owner)
 
     def _sample(
-        self, sample_rows: list[tuple[SequenceState, int]], logits: NDArray[np.float32]
-    ) -> dict[SequenceState, list[tuple[SequenceState, Sample]]]:
-        """Samples per scheduled sequence: its own first, then those of choices that begin with it."""
+        self, sample_rows: list[tuple[SequenceState, int]], result: StepResult
+    ) -> dict[SequenceState, list[_Choice]]:
+        """What was chosen per scheduled sequence: its own token first, then those of choices that begin with it."""
         if not sample_rows:
             return {}
         groups: list[list[SequenceState]] = []
@@ -219,30 +351,31 @@ class Engine:
                 owner.forked = True
             groups.append(group)
         rows = [row for (_, row), group in zip(sample_rows, groups, strict=True) for _ in group]
-        if rows != list(range(len(logits))):
-            logits = logits[rows]
-        samples = iter(self.sampler.sample(logits, [seq.sampling for group in groups for seq in group]))
-        return {group[0]: [(seq, next(samples)) for seq in group] for group in groups}
+        seqs = [seq for group in groups for seq in group]
+        samples = self.sampler.sample(result, rows, [seq.sampling for seq in seqs])
+        choices = iter(
+            _Choice(seq, token, samples.errors.get(i), samples.logprobs.get(i))
+            for i, (seq, token) in enumerate(zip(seqs, samples.token_ids, strict=True))
+        )
+        return {group[0]: [next(choices) for _ in group] for group in groups}
 
-    def _append(
-        self, leader: SequenceState, samples: list[tuple[SequenceState, Sample]], outputs: list[TokenOutput]
-    ) -> None:
-        """Add each sample to its choice; choices that begin here get the leader's blocks. The leader itself goes last,
+    def _append(self, leader: SequenceState, choices: list[_Choice], outputs: list[TokenOutput]) -> None:
+        """Add each token to its choice; choices that begin here get the leader's blocks. The leader itself goes last,
         because its end frees the blocks that the others fork."""
         start = len(outputs)
-        for seq, sample in samples[1:] + samples[:1]:
-            owner = seq.owner
+        for choice in choices[1:] + choices[:1]:
+            seq, owner = choice.seq, choice.seq.owner
             output = TokenOutput(owner.request.request_id, seq.index, num_cached_tokens=owner.num_cached_tokens or 0)
-            if sample.error is None:
-                seq.tokens.append(sample.token_id)
-                seq.sampling.observe(sample.token_id)
-                self._totals["generated_tokens"] += 1
-                output.token_ids = [sample.token_id]
-                output.logprobs = None if sample.logprobs is None else [sample.logprobs]
-                reason, stop_reason = self._finish_reason(seq, sample.token_id)
+            if choice.error is None:
+                seq.tokens.append(choice.token)
+                seq.sampling.observe(choice.token)
+                self._generated_tokens += 1
+                output.token_ids = [choice.token]
+                output.logprobs = None if choice.logprobs is None else [choice.logprobs]
+                reason, stop_reason = self._finish_reason(seq, choice.token)
                 output.stop_reason = stop_reason
             else:
-                output.error = sample.error
+                output.error = choice.error
                 reason = "error"
             if owner.timing.first_token_s is None:
                 owner.timing.first_token_s = time.monotonic()
@@ -270,28 +403,45 @@ class Engine:
                 return "stop", token
         return ("length" if len(seq.tokens) >= owner.max_total_tokens else None), None
 
-    def _end_scoring(self, owner: RequestState) -> list[TokenOutput]:
+    def _end_without_tokens(self, owner: RequestState) -> list[TokenOutput]:
         request = owner.request
         outputs = []
         for index in range(request.params.n):
             output = TokenOutput(request.request_id, index, num_cached_tokens=owner.num_cached_tokens or 0)
             outputs.append(self._finish(owner, index, output, "length"))
         outputs[0].prompt_logprobs = owner.prompt_logprobs
+        if owner.pooled is not None:
+            outputs[0].embedding = owner.pooled.vector().tolist()
         return outputs
 
-    def _collect_prompt_logprobs(self, batch: Batch, logits: NDArray[np.float32]) -> set[SequenceState]:
-        """Take what this step has of them; the sequences whose logits are not finite."""
-        broken = set()
+    def _collect_hidden(self, batch: Batch, result: StepResult) -> dict[SequenceState, str]:
+        """Pool what this step has of hidden states; the sequences for which there are none, and why."""
+        broken = {}
+        for seq, start in batch.hidden_rows:
+            if result.hidden is None:
+                broken[seq] = NO_HIDDEN
+                continue
+            hidden = result.hidden[start : start + batch.counts[seq]]
+            assert seq.owner.pooled is not None
+            seq.owner.pooled.take(seq.num_computed, hidden)
+            if not np.isfinite(hidden).all():
+                broken[seq] = NOT_FINITE
+        return broken
+
+    def _collect_prompt_logprobs(self, batch: Batch, result: StepResult) -> dict[SequenceState, str]:
+        """Take what this step has of them; the sequences whose logits are not finite, and that in words."""
+        broken = {}
         for seq, row, positions in batch.prompt_rows:
             owner = seq.owner
             count = owner.request.params.prompt_logprobs
             assert owner.prompt_logprobs is not None and count is not None
             targets = seq.tokens.array[positions.start + 1 : positions.stop + 1].tolist()
             for i, target in enumerate(targets):
-                entry = self.sampler.logprobs(logits[row + i], target, count)
+                assert result.logits is not None
+                entry = self.sampler.logprobs(result.logits[row + i], target, count)
                 owner.prompt_logprobs.append(entry)
                 if math.isnan(entry.logprob):
-                    broken.add(seq)
+                    broken[seq] = NOT_FINITE
         return broken
 
     # Ends and failures
@@ -334,11 +484,6 @@ class Engine:
         outputs = [TokenOutput(owner.request.request_id, i, error=message) for i in indices]
         return [self._finish(owner, output.index, output, "error") for output in outputs]
 
-    def _check_logits(self, logits: NDArray[np.float32], batch: Batch) -> None:
-        expected = (len(batch.inputs.logit_rows), self.executor.vocab_size)
-        if logits.shape != expected:
-            raise EngineError(f"the executor returned logits {logits.shape}, expected {expected}")
-
     # State
 
     def _new_sequence(self, owner: RequestState, index: int, tokens: TokenBuffer) -> SequenceState:
@@ -369,7 +514,7 @@ class Engine:
             steps=totals["steps"],
             preemptions=self.scheduler.num_preemptions,
             prompt_tokens=totals["prompt_tokens"],
-            generated_tokens=totals["generated_tokens"],
+            generated_tokens=self._generated_tokens,
             computed_tokens=totals["computed_tokens"],
             prefix_query_tokens=totals["prefix_query_tokens"],
             prefix_hit_tokens=totals["prefix_hit_tokens"],
@@ -378,6 +523,8 @@ class Engine:
             evictions=blocks.evictions,
             kv_touched_bytes=self._touched.read(),
             finished=dict(self._finished),
+            step_s=self._step_s,
+            compute_s=self._total_compute_s,
         )
 
     def check_integrity(self) -> None:

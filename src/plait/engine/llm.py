@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.engine.embed import EmbeddingOutput, EmbeddingRequestOutput, check_ids, check_pooling, embed_ids
+from plait.engine.embed import EmbeddingOutput, EmbeddingRequestOutput, check_ids, check_pooling, normalized
 from plait.engine.inputs import Prompt, as_list, check_conversations, check_priority, parse_prompt
 from plait.engine.outputs import ChoiceDelta, OutputProcessor, RequestOutput
 from plait.engine.params import SamplingParams
@@ -159,17 +159,22 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector per prompt: its last token's hidden state after the final norm, or the mean over its tokens.
 
-        pooling: "last" or "mean". normalize: to Euclidean length 1. One plain forward per prompt, without the cache.
+        pooling: "last" or "mean". normalize: to Euclidean length 1. The engine computes them beside whatever else runs.
+        Raises EngineError where its executor gives no hidden states or they are not finite.
         """
         check_pooling(pooling)
-        decoder = getattr(self.engine.executor, "decoder", None)
-        if decoder is None:
-            raise RequestError("this executor gives no hidden states; embed needs the reference plan", field="embed")
-        results = []
-        for text, ids, _ in [self._parse_prompt(item) for item in as_list(prompts)]:
-            check_ids(ids, decoder.config.vocab_size, self.bundle.max_model_len)
-            vector = embed_ids(decoder, ids, pooling, normalize)
-            results.append(EmbeddingRequestOutput(self._next_id(), text, list(ids), EmbeddingOutput(vector)))
+        parsed = [self._parse_prompt(item) for item in as_list(prompts)]
+        for _, ids, _ in parsed:
+            check_ids(ids, self.engine.limits.embedding_rows, self.bundle.max_model_len)
+        params = SamplingParams(detokenize=False)
+        requests = [Request(self._next_id(), ids, params, cache_salt=salt, pooling=pooling) for _, ids, salt in parsed]
+        results: list[EmbeddingRequestOutput] = []
+        for result in self._run(requests, [text for text, _, _ in parsed], progress=False):
+            if result.embedding is None:
+                raise EngineError(f"prompt {len(results)} has no embedding: {result.outputs[0].error}")
+            vector = normalized(result.embedding) if normalize else result.embedding
+            output = EmbeddingOutput(vector)
+            results.append(EmbeddingRequestOutput(result.request_id, result.prompt, result.prompt_token_ids, output))
         return results
 
     # Private

@@ -64,7 +64,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request with its choices. prompt_logprobs: one dictionary per prompt token, None for the first."""
+    """A request with its choices. prompt_logprobs: one dictionary per prompt token, None for the first.
+
+    embedding: the pooled hidden states of a request that asked for them instead of tokens.
+    """
 
     request_id: str
     prompt: str | None
@@ -74,6 +77,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass
@@ -160,12 +164,14 @@ class _RequestText:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_cached_tokens = 0
         self.timing: RequestTiming | None = None
+        self.embedding: list[float] | None = None
 
     def take(self, output: TokenOutput) -> ChoiceDelta:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.num_cached_tokens = output.num_cached_tokens
         self.timing = output.timing or self.timing
+        self.embedding = output.embedding
         delta = self.choices[output.index].take(output)
         delta.prompt_logprobs = output.prompt_logprobs
         delta.num_cached_tokens = output.num_cached_tokens
@@ -184,6 +190,7 @@ class _RequestText:
             finished=not self.open,
             num_cached_tokens=self.num_cached_tokens,
             timing=self.timing,
+            embedding=self.embedding,
         )
 
 

@@ -138,14 +138,13 @@ def _build(options: list[dict[str, Any]]) -> list[EngineBundle]:
 
 
 def _info(bundle: EngineBundle, options: dict[str, Any]) -> ModelInfo:
-    decoder = getattr(bundle.engine.executor, "decoder", None)
     return ModelInfo(
         name=bundle.name,
         max_model_len=bundle.max_model_len,
         max_num_seqs=options["max_num_seqs"],
         limits=bundle.engine.limits,
         default_params=dict(bundle.default_params),
-        precision="" if decoder is None else str(decoder.dtype).removeprefix("torch."),
+        precision=bundle.precision,
         report=bundle.report,
         lines=bundle.lines,
     )

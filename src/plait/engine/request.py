@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from plait.engine.embed import Pooled
 from plait.engine.params import SamplingParams
 from plait.engine.sampling_state import SamplingState
 from plait.engine.token_output import RequestTiming, TokenLogprobs
@@ -19,7 +20,8 @@ class Request:
 
     eos_token_ids: end tokens beside the engine's own. priority: lower goes first (policy "priority").
     arrival_s: on the engine's monotonic clock; None is the moment of add_request.
-    cache_salt: requests share cached prefixes only with those of the same salt.
+    cache_salt: requests share cached prefixes only with those of the same salt. pooling: "last" or "mean": nothing is
+    generated, the answer is the prompt's hidden states, pooled.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Request:
     priority: int = 0
     arrival_s: float | None = None
     cache_salt: str | None = None
+    pooling: str | None = None
 
 
 @dataclass(eq=False)
@@ -38,6 +41,7 @@ class RequestState:
     max_total_tokens: prompt and output together end here. order: by arrival. choices: unfinished ones that exist;
     the others are forked from choice 0 when the prompt has been computed (`forked` then).
     prompt_logprobs: what has been collected, in order of position; None when not asked for or handed out.
+    pooled: what has been collected of hidden states, where the request asks for them.
     """
 
     request: Request
@@ -47,9 +51,15 @@ class RequestState:
     order: int
     timing: RequestTiming
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: Pooled | None = None
     num_cached_tokens: int | None = None
     forked: bool = False
     choices: dict[int, SequenceState] = field(default_factory=dict)
+    ends: frozenset[int] = field(init=False)  # tokens that may end a choice
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
 
     @property
     def num_prompt(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 
 import numpy as np
@@ -51,6 +52,8 @@ class SamplingState:
 
     params: with words resolved to ids. seed: 64 bits. choice: index among the request's choices.
     end_ids: what min_tokens masks (the model's end tokens and stop_token_ids). vocab_size: tokens that may be sampled.
+    observes: whether observe() does anything. plain: whether nothing but min_tokens can keep it from taking the largest
+    logit. native: its draws as the native library takes them (native_sampling).
     """
 
     def __init__(
@@ -83,6 +86,9 @@ class SamplingState:
         self._always = bool(
             params.logit_bias or self._allowed is not None or self._bad_words or self._counts or self._dry
         )
+        self.observes = self._counts is not None
+        self.plain = params.greedy and params.logprobs is None and not self._always
+        self.native = native_sampling(params, seed, choice)
 
     @property
     def num_output(self) -> int:
@@ -96,7 +102,7 @@ class SamplingState:
     @property
     def greedy_as_is(self) -> bool:
         """True when the next token is simply the largest logit and nothing is reported."""
-        return self.params.greedy and self.params.logprobs is None and not self.adjusts
+        return self.plain and self.num_output >= self.params.min_tokens
 
     def observe(self, token: int) -> None:
         """Count a token that was appended to `tokens`."""
@@ -125,6 +131,33 @@ class SamplingState:
             self._counts.apply(x, self.params)
         if self._dry is not None:
             self._dry.apply(x, self.tokens.array)
+
+
+_SAMPLING = struct.Struct("=8dQIIii")
+NATIVE_SAMPLING = np.dtype(
+    [(name, np.float64) for name in ("temperature", "min_p", "typical_p", "top_p", "xtc_probability", "xtc_threshold")]
+    + [("u", np.float64), ("coin", np.float64), ("seed", np.uint64), ("position", np.uint32), ("choice", np.uint32)]
+    + [("top_k", np.int32), ("seeded", np.int32)]
+)
+
+
+def native_sampling(params: SamplingParams, seed: int, choice: int) -> bytes:
+    """One PlaitSampling (csrc/plait_native.h, NATIVE_SAMPLING) of a choice, at output position 0."""
+    return _SAMPLING.pack(
+        0.0 if params.greedy else params.temperature,
+        params.min_p,
+        params.typical_p,
+        params.top_p,
+        params.xtc_probability,
+        params.xtc_threshold,
+        0.0,
+        0.0,
+        seed,
+        0,
+        choice,
+        min(params.top_k, (1 << 31) - 1),
+        1,
+    )
 
 
 def _index(ids: Iterable[int]) -> NDArray[np.int64]:

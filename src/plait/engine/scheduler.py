@@ -33,20 +33,24 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.waiting: list[SequenceState] = []
         self.num_preemptions = 0
+        self.version = 0  # another one whenever a sequence has come, gone or changed its queue
         # Free blocks when the first waiting sequence last found too few: no use in asking again with fewer.
         self._too_few: int | None = None
 
     def wait(self, seq: SequenceState) -> None:
         """Queue a sequence that has no blocks."""
+        self.version += 1
         insort(self.waiting, seq, key=_KEY)
         self._too_few = None
 
     def run(self, seq: SequenceState) -> None:
         """Let a sequence that has blocks take part in the next steps."""
+        self.version += 1
         insort(self.running, seq, key=_KEY)
 
     def remove(self, seq: SequenceState, forget: bool = False) -> None:
         """Drop a sequence and free its blocks at once. forget: what they hold leaves the prefix cache too."""
+        self.version += 1
         if seq.blocks is None:
             self.waiting.remove(seq)
         else:
@@ -60,6 +64,11 @@ class Scheduler:
         self._release(seq)
         self.wait(seq)
         self.num_preemptions += 1
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether there is somebody to admit, and a place for a sequence."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs
 
     def schedule(self) -> dict[SequenceState, int]:
         """Tokens to compute in the next step per sequence, all with blocks allocated; may be empty."""
@@ -92,7 +101,7 @@ class Scheduler:
         if step.budget == 0 or (self.running and self._too_few is not None and free <= self._too_few):
             return False
         owner = seq.owner
-        collecting = len(owner.missing_prompt_rows) > 0
+        collecting = len(owner.missing_prompt_rows) > 0 or owner.pooled is not None
         blocks = seq.blocks = self.manager.new_sequence(seq.tokens.array, owner.salt, use_cache=not collecting)
         count = step.offer(seq)
         # Room for all its tokens and the next one is asked for at once: half a prompt helps nobody.
@@ -127,15 +136,15 @@ class _Step:
     def offer(self, seq: SequenceState) -> int:
         """Most tokens that the sequence may compute in this step."""
         count = min(seq.remaining, self.budget)
-        missing = seq.owner.missing_prompt_rows
-        if missing:
+        if seq.owner.prompt_logprobs is not None and (missing := seq.owner.missing_prompt_rows):
             count = min(count, max(missing.start - seq.num_computed, 0) + self._prompt_rows)
         return count
 
     def take(self, seq: SequenceState, count: int) -> None:
         self.tokens[seq] = count
         self.budget -= count
-        self._prompt_rows -= len(prompt_rows(seq, count))
+        if seq.owner.prompt_logprobs is not None:
+            self._prompt_rows -= len(prompt_rows(seq, count))
 
     def withdraw(self, seq: SequenceState) -> None:
         count = self.tokens.pop(seq, 0)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from plait.errors import RequestError
 
 if TYPE_CHECKING:
-    from plait.model.decoder import Decoder
+    from plait.engine.score_forward import Forward
     from plait.text.tokenizer import Tokenizer
 
 MAX_WINDOW = 2048
-# fp32 logits that exist at the same time, in numbers; the whole [tokens, vocabulary] matrix never does.
-LOGIT_NUMBERS = 1 << 24
 
 
 @dataclass
@@ -65,6 +63,11 @@ class Window:
     end: int
 
 
+def window_size(window: int | None, max_positions: int) -> int:
+    """Tokens that a forward sees: what was asked for, or the model's positions, at most MAX_WINDOW."""
+    return window or min(max_positions, MAX_WINDOW)
+
+
 def windows(num_tokens: int, size: int, stride: int, bos: bool) -> Iterator[Window]:
     """Windows that score every token once; without BOS all but token 0, which has nothing before it.
 
@@ -82,22 +85,22 @@ def windows(num_tokens: int, size: int, stride: int, bos: bool) -> Iterator[Wind
 
 @dataclass
 class Scorer:
-    """Scores texts with a decoder, a window at a time.
+    """Scores texts with a forward, a window at a time.
 
     window: tokens that a forward sees (default: the model's positions, at most 2,048); stride: how far it moves on
     (default: half of the window). Where the tokenizer adds a BOS token, every window begins with it.
     Raises RequestError for sizes that cannot work.
     """
 
-    decoder: Decoder
+    forward: Forward
     tokenizer: Tokenizer
     window: int | None = None
     stride: int | None = None
     advance: Callable[[int], None] = field(default=lambda count: None)
 
     def __post_init__(self) -> None:
-        positions = self.decoder.config.max_positions
-        self.size = self.window or min(positions, MAX_WINDOW)
+        positions = self.forward.max_positions
+        self.size = window_size(self.window, positions)
         self.step = self.stride or max(self.size // 2, 1)
         self.bos = self.tokenizer.bos_token_id if self.tokenizer.add_bos_token else None
         if not 2 <= self.size <= positions:
@@ -123,18 +126,5 @@ class Scorer:
         return TextScore(name, ids, logprobs, num_bytes)
 
     def _score_window(self, ids: list[int], window: Window) -> list[float]:
-        import torch
-
-        decoder = self.decoder
         prefix = [] if self.bos is None else [self.bos]
-        fed = torch.tensor(prefix + ids[window.begin : window.end - 1], device=decoder.device)
-        targets = torch.tensor(ids[window.first : window.end], device=decoder.device)
-        with torch.inference_mode():
-            hidden = decoder(fed)[-len(targets) :]
-            rows = max(LOGIT_NUMBERS // decoder.config.vocab_size, 1)
-            parts = []
-            for start in range(0, len(targets), rows):
-                logits = decoder.logits(hidden[start : start + rows])
-                chosen = logits.gather(-1, targets[start : start + rows, None]).squeeze(-1)
-                parts.append(chosen - logits.logsumexp(-1))
-            return torch.cat(parts).tolist()
+        return self.forward.logprobs(prefix + ids[window.begin : window.end - 1], ids[window.first : window.end])

@@ -17,7 +17,8 @@ class EngineStats:
 
     prefix_query_tokens, prefix_hit_tokens: prompt tokens of admitted requests, and those found in the prefix cache.
     computed_tokens: of prompts and outputs, recomputed ones too. finished: choices by finish_reason.
-    kv_touched_bytes: of the reserved pool, what lies in memory; None where nobody can say.
+    kv_touched_bytes: of the reserved pool, what lies in memory; None where nobody can say. step_s, compute_s: seconds
+    in steps, and those of them in which the executor and the native sampler computed; the rest is Python.
     """
 
     num_running: int
@@ -37,6 +38,8 @@ class EngineStats:
     evictions: int
     kv_touched_bytes: int | None = None
     finished: dict[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class TouchedBytes:

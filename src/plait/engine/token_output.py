@@ -29,7 +29,7 @@ class RequestTiming:
     finished_s: float | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenOutput:
     """New tokens of one choice of one request after a step.
 
@@ -38,6 +38,7 @@ class TokenOutput:
     finish_reason: None while it goes on, else "stop", "length", "abort" or "error" (then `error` says what).
     stop_reason: the stop_token_ids entry that hit; None for the model's own end tokens.
     num_cached_tokens: prompt tokens that came from the prefix cache. timing: with the last output of a choice.
+    embedding: the pooled hidden states [hidden size], of a request that asked for them.
     """
 
     request_id: str
@@ -50,3 +51,4 @@ class TokenOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     timing: RequestTiming | None = None
+    embedding: list[float] | None = None

@@ -24,6 +24,11 @@ class TokenBuffer:
         """View int32 [length]; valid until the next append."""
         return self._ids[: self._count]
 
+    @property
+    def last(self) -> int:
+        """The newest id of a buffer that is not empty."""
+        return int(self._ids[self._count - 1])
+
     def append(self, token: int) -> None:
         if self._count == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(max(64, self._count), np.int32)])

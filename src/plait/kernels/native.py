@@ -8,38 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from plait.errors import PlaitError, UsageError
-from plait.kernels import machine
+from plait.kernels import abi, machine
+from plait.kernels.abi import ABI_VERSION
 from plait.kernels.machine import CpuFeatures, Topology
 
-ABI_VERSION = 1  # PLAIT_ABI_VERSION in csrc/plait_native.h
 LIBRARY_NAMES = ("libplait_native.so", "libplait_native.dylib", "plait_native.dll")
 
 
 class NativeLibraryError(PlaitError):
     """A native library that cannot be used: not loadable, or built for another version of plait."""
-
-
-class _TopologyStruct(ctypes.Structure):
-    # PlaitTopology in csrc/plait_native.h, field by field.
-    _fields_ = [
-        ("logical_cpus", ctypes.c_int32),
-        ("affinity_cpus", ctypes.c_int32),
-        ("usable_cpus", ctypes.c_int32),
-        ("physical_cores", ctypes.c_int32),
-        ("numa_nodes", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("cpu_quota", ctypes.c_double),
-        ("l1d_bytes", ctypes.c_int64),
-        ("l2_bytes", ctypes.c_int64),
-        ("l3_bytes", ctypes.c_int64),
-    ]
 
 
 class NativeLibrary:
@@ -59,38 +42,66 @@ class NativeLibrary:
                 f"native library {path} speaks interface {version}, this plait speaks {ABI_VERSION}: "
                 "build it anew with `make native` or reinstall plait"
             )
-        library.plait_cpu_features.restype = ctypes.c_uint64
-        library.plait_cpu_feature_name.argtypes = [ctypes.c_int32]
-        library.plait_cpu_feature_name.restype = ctypes.c_char_p
-        library.plait_topology.argtypes = [ctypes.c_char_p, ctypes.POINTER(_TopologyStruct)]
-        library.plait_topology.restype = ctypes.c_int32
-        library.plait_available_memory_bytes.argtypes = [ctypes.c_char_p]
-        library.plait_available_memory_bytes.restype = ctypes.c_int64
-        self._library = library
+        try:
+            abi.declare(library)
+        except AttributeError as error:
+            raise NativeLibraryError(f"native library {path} lacks a function: {error}") from error
+        self.functions = library
 
     def feature_names(self) -> list[str]:
         """Every feature that the library knows of on this architecture, in bit order."""
         names: list[str] = []
-        while (name := self._library.plait_cpu_feature_name(len(names))) is not None:
+        while (name := self.functions.plait_cpu_feature_name(len(names))) is not None:
             names.append(name.decode())
         return names
 
     def cpu_features(self) -> CpuFeatures:
-        bits = self._library.plait_cpu_features()
+        bits = self.functions.plait_cpu_features()
         flags = frozenset(name for bit, name in enumerate(self.feature_names()) if bits >> bit & 1)
         return CpuFeatures(machine.architecture(), flags)
 
     def topology(self, root: str = "") -> Topology | None:
         """None where the system has no files to read it from."""
-        struct = _TopologyStruct()
-        if self._library.plait_topology(os.fsencode(root), ctypes.byref(struct)) != 0:
+        struct = abi.Topology()
+        if self.functions.plait_topology(os.fsencode(root), ctypes.byref(struct)) != 0:
             return None
-        values = {name: getattr(struct, name) for name, *_ in _TopologyStruct._fields_ if name != "reserved"}
+        values = {name: getattr(struct, name) for name, *_ in abi.Topology._fields_ if name != "reserved"}
         return Topology(**values | {"cpu_quota": struct.cpu_quota or None})
+
+    def last_error(self) -> str:
+        """What went wrong in this thread's last call that failed."""
+        return str(self.functions.plait_last_error().decode())
+
+    def isa(self) -> str:
+        """The instruction set in use: the best that this CPU runs, or PLAIT_ISA.
+
+        Raises UsageError where PLAIT_ISA names what is unknown or what this CPU cannot run.
+        """
+        name = self.functions.plait_isa()
+        if name is None:
+            wanted = os.environ.get("PLAIT_ISA", "")
+            raise UsageError(f"PLAIT_ISA={wanted}: this CPU runs {', '.join(self.isa_names())}")
+        return str(name.decode())
+
+    def isa_names(self) -> list[str]:
+        """The instruction sets that this build has and this CPU runs, worst first."""
+        names: list[str] = []
+        while (name := self.functions.plait_isa_name(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def threads(self) -> int:
+        """Threads that kernels run on, the caller's among them."""
+        return int(self.functions.plait_threads())
+
+    def set_threads(self, threads: int) -> None:
+        """Threads that kernels run on from now on, 0 = all that are worth having. Raises UsageError beyond 256."""
+        if self.functions.plait_set_threads(threads) != 0:
+            raise UsageError(self.last_error())
 
     def available_memory_bytes(self, root: str = "") -> int | None:
         """None where the system has no files to read it from."""
-        available_bytes = self._library.plait_available_memory_bytes(os.fsencode(root))
+        available_bytes = self.functions.plait_available_memory_bytes(os.fsencode(root))
         return None if available_bytes < 0 else available_bytes
 
 
@@ -121,12 +132,19 @@ def reason() -> str:
 def find_library() -> Path | None:
     """The library's file in this package, or beside it where an editable install puts it."""
     package = importlib.import_module("plait.kernels")
-    candidates = [Path(directory, name) for directory in package.__path__ for name in LIBRARY_NAMES]
+    beside = (Path(directory, name) for directory in package.__path__ for name in LIBRARY_NAMES)
+    found = next((path for path in beside if path.is_file()), None)
+    return _installed_library() if found is None else found
+
+
+def _installed_library() -> Path | None:
+    from importlib import metadata  # it takes longer to import than all of the above
+
     try:
-        installed = importlib.metadata.files("plait") or []
-    except importlib.metadata.PackageNotFoundError:
-        installed = []
-    candidates += [Path(str(file.locate())) for file in installed if file.name in LIBRARY_NAMES]
+        installed = metadata.files("plait") or []
+    except metadata.PackageNotFoundError:
+        return None
+    candidates = (Path(str(file.locate())) for file in installed if file.name in LIBRARY_NAMES)
     return next((path for path in candidates if path.is_file()), None)
 
 

@@ -108,6 +108,11 @@ class BlockManager:
         self._stats.evictions = self.pool.evictions
         return self._stats
 
+    @property
+    def recycles(self) -> bool:
+        """Whether commit() may take blocks away, because there are windowed groups."""
+        return bool(self._windows)
+
     def fits(self, total_tokens: int) -> bool:
         """Whether a sequence of `total_tokens` tokens can be served when it is alone."""
         return self.max_sequences(total_tokens) > 0

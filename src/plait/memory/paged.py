@@ -6,18 +6,16 @@ A block is `layout.block_bytes` opaque bytes; only this file knows that the pool
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait.errors import CapacityError, UsageError
+from plait.errors import UsageError
 from plait.memory.base import refuse_inputs
 from plait.memory.layout import CacheGroup, CacheLayout
 from plait.memory.paged_step import PagedStep
+from plait.memory.pages import reserve, resident_bytes
 from plait.ops.step import StepInputs
 
 
@@ -42,15 +40,7 @@ class PagedMemory:
         self.device = torch.device(device)
         self.pool_bytes = num_blocks * layout.block_bytes
         if self.device.type == "cpu":
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            try:
-                pages = mmap.mmap(-1, max(self.pool_bytes, 1), flags=flags)
-            except (OSError, OverflowError, ValueError) as error:
-                size = f"{self.pool_bytes / 2**30:,.0f} GiB"
-                raise CapacityError(
-                    f"a key/value pool of {size} cannot be reserved ({error}): lower --kv-memory"
-                ) from None
-            flat = torch.frombuffer(pages, dtype=torch.uint8)
+            flat = torch.from_numpy(reserve(self.pool_bytes))
         else:
             flat = torch.zeros(self.pool_bytes, dtype=torch.uint8, device=self.device)
         self._pool = flat[: self.pool_bytes].view(layout.group_layers, num_blocks, layout.layer_bytes)
@@ -95,23 +85,6 @@ class PagedMemory:
 
     def touched_bytes(self) -> int | None:
         """Bytes of the pool that lie in memory now; None where the platform does not say."""
-        return None if self.device.type != "cpu" else _resident(self._pool)
-
-
-def _resident(pool: Tensor) -> int | None:
-    """Bytes of a tensor's pages that are in memory, asked of the kernel page by page (mincore).
-
-    Not from the process's list of maps: the kernel merges neighbouring maps, so a neighbour's pages would count too.
-    """
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        page = mmap.PAGESIZE
-        start = pool.data_ptr() // page * page
-        length = pool.data_ptr() + pool.nbytes - start
-        states = np.empty(-(-length // page), np.uint8)
-        failed = library.mincore(
-            ctypes.c_void_p(start), ctypes.c_size_t(length), states.ctypes.data_as(ctypes.c_char_p)
-        )
-    except (OSError, AttributeError):
-        return None
-    return None if failed else int(np.count_nonzero(states & 1)) * page
+        if self.device.type != "cpu":
+            return None
+        return resident_bytes(self._pool.data_ptr(), self._pool.nbytes)

@@ -8,31 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil, floor, log, pi
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from plait.errors import ConfigError
 from plait.model.config import RotarySpec
 from plait.ops.spec import RotaryTable
 
+if TYPE_CHECKING:
+    import torch
 
-def rope_frequencies(spec: RotarySpec) -> tuple[torch.Tensor, float]:
+Numbers = NDArray[np.float32]
+
+
+def rotary_numbers(spec: RotarySpec) -> tuple[Numbers, float]:
     """(inv_freq fp32 [width / 2], magnitude); the magnitude multiplies cos and sin.
 
-    Computed in fp32 from integers on the CPU, whatever dtype or device the model has.
+    Computed in fp32 from integers, whatever dtype the model has.
     """
-    with torch.device("cpu"):
-        if spec.divisors is not None:
-            base = _base(spec)
-            if len(spec.divisors) != len(base):
-                raise ConfigError(f"rope_freqs has {len(spec.divisors)} divisors for {len(base)} rotating pairs")
-            return base / torch.tensor(spec.divisors, dtype=torch.float32), 1.0
-        return _KINDS[spec.rope_type](spec)
+    if spec.divisors is not None:
+        base = _base(spec)
+        if len(spec.divisors) != len(base):
+            raise ConfigError(f"rope_freqs has {len(spec.divisors)} divisors for {len(base)} rotating pairs")
+        return np.divide(base, np.array(spec.divisors, np.float32), dtype=np.float32), 1.0
+    return _KINDS[spec.rope_type](spec)
+
+
+def rope_frequencies(spec: RotarySpec) -> tuple[torch.Tensor, float]:
+    """`rotary_numbers` with the frequencies as a tensor."""
+    import torch
+
+    inv_freq, magnitude = rotary_numbers(spec)
+    return torch.from_numpy(inv_freq), magnitude
 
 
 def rotary_table(spec: RotarySpec) -> RotaryTable:
     """The same as plain numbers, as recordings store them."""
-    inv_freq, magnitude = rope_frequencies(spec)
+    inv_freq, magnitude = rotary_numbers(spec)
     return RotaryTable(tuple(inv_freq.tolist()), magnitude)
 
 
@@ -56,33 +70,37 @@ def yarn_range(spec: RotarySpec) -> tuple[float, float]:
     return max(low, 0), min(high, d - 1)
 
 
-def _base(spec: RotarySpec) -> torch.Tensor:
+def _base(spec: RotarySpec) -> Numbers:
     """f_i = theta^(-2i/d), i = 0 .. d/2 - 1."""
-    exponent = torch.arange(0, spec.width, 2, dtype=torch.int64).float() / spec.width
-    return 1.0 / (spec.theta**exponent)
+    return _inverse(spec.theta, np.arange(0, spec.width, 2), spec.width)
 
 
-def _default(spec: RotarySpec) -> tuple[torch.Tensor, float]:
+def _inverse(theta: float, pairs: NDArray[np.int64], width: int) -> Numbers:
+    """theta^(-pairs / width), every step rounded to fp32."""
+    return np.float32(1) / np.float32(theta) ** (pairs.astype(np.float32) / np.float32(width))
+
+
+def _default(spec: RotarySpec) -> tuple[Numbers, float]:
     return _base(spec), 1.0
 
 
-def _linear(spec: RotarySpec) -> tuple[torch.Tensor, float]:
-    return _base(spec) / spec.scaling["factor"], 1.0
+def _linear(spec: RotarySpec) -> tuple[Numbers, float]:
+    return _base(spec) / np.float32(spec.scaling["factor"]), 1.0
 
 
-def _llama3(spec: RotarySpec) -> tuple[torch.Tensor, float]:
-    s, low, high = (spec.scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = spec.scaling["original_max_position_embeddings"]
+def _llama3(spec: RotarySpec) -> tuple[Numbers, float]:
+    s, low, high = (np.float32(spec.scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = np.float32(spec.scaling["original_max_position_embeddings"])
     f = _base(spec)
-    wavelength = 2 * pi / f
-    scaled = torch.where(wavelength > context / low, f / s, f)
+    wavelength = np.float32(2 * pi) / f
+    scaled = np.where(wavelength > context / low, f / s, f)
     t = (context / wavelength - low) / (high - low)
     blended = (1 - t) * scaled / s + t * scaled
     between = ~(wavelength < context / high) & ~(wavelength > context / low)
-    return torch.where(between, blended, scaled), 1.0
+    return np.where(between, blended, scaled), 1.0
 
 
-def _yarn(spec: RotarySpec) -> tuple[torch.Tensor, float]:
+def _yarn(spec: RotarySpec) -> tuple[Numbers, float]:
     scaling = spec.scaling
     factor = scaling.get("factor")
     if factor is None:
@@ -90,10 +108,12 @@ def _yarn(spec: RotarySpec) -> tuple[torch.Tensor, float]:
     low, high = yarn_range(spec)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(spec.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    wave = spec.theta ** (torch.arange(0, spec.width, 2).float() / spec.width)
+    pair = np.arange(spec.width // 2).astype(np.float32)
+    ramp = ((pair - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    wave = np.float32(spec.theta) ** (np.arange(0, spec.width, 2).astype(np.float32) / np.float32(spec.width))
     keep = 1 - ramp
-    inv_freq = (1.0 / (factor * wave)) * (1 - keep) + (1.0 / wave) * keep
+    one = np.float32(1)
+    inv_freq = (one / (np.float32(factor) * wave)) * (1 - keep) + (one / wave) * keep
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
         m, m_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -101,14 +121,15 @@ def _yarn(spec: RotarySpec) -> tuple[torch.Tensor, float]:
     return inv_freq, float(magnitude)
 
 
-def _proportional(spec: RotarySpec) -> tuple[torch.Tensor, float]:
+def _proportional(spec: RotarySpec) -> tuple[Numbers, float]:
     d = spec.head_width
     turning = int(spec.scaling.get("partial_rotary_factor", 1.0) * d // 2)
-    f = 1.0 / (spec.theta ** (torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / d))
-    return torch.cat((f, torch.zeros(d // 2 - turning))) / spec.scaling.get("factor", 1.0), 1.0
+    f = np.zeros(d // 2, np.float32)
+    f[:turning] = _inverse(spec.theta, np.arange(0, 2 * turning, 2), d)
+    return f / np.float32(spec.scaling.get("factor", 1.0)), 1.0
 
 
-_KINDS: dict[str, Callable[[RotarySpec], tuple[torch.Tensor, float]]] = {
+_KINDS: dict[str, Callable[[RotarySpec], tuple[Numbers, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

@@ -19,10 +19,16 @@ Observer = Callable[[Op, tuple[Any, ...], tuple[Any, ...]], None]
 class Interpreter:
     """An executor of a recording over named weights.
 
-    weights: name -> tensor (a state dict). Raises WeightError naming what is missing or has another shape.
+    weights: name -> tensor (a state dict). functions: the reference of each operation, by name; a fused recording
+    needs plait.plan.fused's too. Raises WeightError naming what is missing or has another shape.
     """
 
-    def __init__(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        weights: Mapping[str, Tensor],
+        functions: Mapping[str, Callable[..., Any]] = REFERENCE,
+    ) -> None:
         self.recording = recording
         for ref in recording.weights():
             if ref.name not in weights:
@@ -32,9 +38,9 @@ class Interpreter:
         self._steps = [
             (
                 op,
-                REFERENCE[op.name],
+                functions[op.name],
                 [None if w is None else _rows(weights[w.name], w.rows) for w in op.weights],
-                _attributes(op),
+                attributes(op),
                 ends,
             )
             for op, ends in zip(recording.ops, recording.last_uses(), strict=True)
@@ -48,7 +54,7 @@ class Interpreter:
         values: dict[int, Any] = {number: inputs[name] for name, number in self.recording.inputs.items()}
         for op, function, weights, attrs, ends in self._steps:
             operands = tuple(values[i] for i in op.inputs)
-            more = {"memory": memory} if OPERATIONS[op.name].memory else {}
+            more = {"memory": memory} if op.name in OPERATIONS and OPERATIONS[op.name].memory else {}
             result = function(*operands, *weights, **attrs, **more)
             results = result if isinstance(result, tuple) else (result,)
             values.update(zip(op.outputs, results, strict=True))
@@ -59,7 +65,8 @@ class Interpreter:
         return {name: values[number] for name, number in self.recording.outputs.items()}
 
 
-def _attributes(op: Op) -> dict[str, Any]:
+def attributes(op: Op) -> dict[str, Any]:
+    """The keyword arguments of an operation's reference."""
     attrs = dict(op.attrs)
     if "spec" in attrs:
         attrs["spec"] = AttendSpec(**attrs["spec"])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,18 @@ class StepInputs:
     sequences: Sequences | None = None
     logit_rows: Any = None
     adapter_ids: Any = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed. The arrays are the caller's until the next step.
+
+    best_ids: int32 [R], the highest logit of each row among the columns that may be sampled, lowest id on ties.
+    best_values: float32 [R], its logit; NaN where any of those logits is NaN. logits: float32 [R, V], None where
+    they were not asked for. hidden: float32 [N, D] after the final norm, None where it was not asked for.
+    """
+
+    best_ids: Int32
+    best_values: Float32
+    logits: Float32 | None = None
+    hidden: Float32 | None = None

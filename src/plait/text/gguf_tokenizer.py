@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plait.errors import TokenizerError
 from plait.text.pretokenizers import pre_tokenizer
@@ -28,15 +32,37 @@ _END_OF_TURN = (
 _WORD_START = "\u2581"
 
 
-def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+class MergeStore(Protocol):
+    """Keeps the list of merges that a SentencePiece vocabulary implies, which takes seconds to work out."""
+
+    def load(self) -> NDArray[np.int32] | None:
+        """What `save` was given for this file: ids of left and right part, [n, 2]; None where there is nothing."""
+        ...
+
+    def save(self, merges: NDArray[np.int32]) -> None: ...
+
+
+def build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None = None) -> Tokenizer:
     """The tokenizer of a GGUF file.
 
     Args:
         metadata: the file's key-value pairs; the `tokenizer.ggml.*` keys and `tokenizer.chat_template` are read.
+        store: where merges that are not in the file are kept from one process to the next.
 
     Raises:
         TokenizerError: a key is missing or names something that plait does not know.
     """
+    # Hundreds of thousands of strings and pairs come into being, none of which the collector could free.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _build_tokenizer(metadata, store)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> Tokenizer:
     model = metadata.get(_PREFIX + "model")
     if model not in ("gpt2", "llama"):
         raise TokenizerError(f"tokenizer.ggml.model {model!r} is not supported (known: 'gpt2', 'llama')")
@@ -47,7 +73,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if model == "gpt2":
         backend, add_bos = _byte_level_backend(metadata, tokens)
     else:
-        backend, add_bos = _sentencepiece_backend(metadata, tokens, types), True
+        backend, add_bos = _sentencepiece_backend(metadata, tokens, types, store), True
     named = {
         name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     }
@@ -126,8 +152,7 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple
     rules = pre_tokenizer(name)
     if _PREFIX + "merges" not in metadata:
         raise TokenizerError("tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
-    # A merge is "left right"; the space cannot be the first character of the left part.
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[_PREFIX + "merges"] for cut in [merge.find(" ", 1)]]
+    pairs = [_merge(text) for text in metadata[_PREFIX + "merges"]]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = Backend(_bpe(models.BPE, vocabulary, pairs, ignore_merges=rules.ignore_merges))
     backend.pre_tokenizer = rules.build()
@@ -137,7 +162,18 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple
     return backend, rules.add_bos
 
 
-def _sentencepiece_backend(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+def _merge(text: str) -> tuple[str, str]:
+    """A merge is "left right"; the space cannot be the first character of the left part."""
+    left, _, right = text.partition(" ")
+    if not left:
+        cut = text.find(" ", 1)
+        return text[:cut], text[cut + 1 :]
+    return left, right
+
+
+def _sentencepiece_backend(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], store: MergeStore | None
+) -> Any:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
@@ -149,7 +185,7 @@ def _sentencepiece_backend(metadata: Mapping[str, Any], tokens: list[str], types
         _bpe(
             models.BPE,
             {token: id for id, token in enumerate(tokens)},
-            _merges_from_scores(tokens, types, scores),
+            _merges(tokens, types, scores, store),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -165,21 +201,34 @@ def _sentencepiece_backend(metadata: Mapping[str, Any], tokens: list[str], types
     return backend
 
 
-def _merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges(
+    tokens: list[str], types: list[int], scores: Sequence[float], store: MergeStore | None
+) -> list[tuple[str, str]]:
+    ids = None if store is None else store.load()
+    if ids is None:
+        ids = merges_from_scores(tokens, types, scores)
+        if store is not None:
+            store.save(ids)
+    return list(zip(*(map(tokens.__getitem__, column) for column in ids.T.tolist()), strict=True))
+
+
+def merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[float]) -> NDArray[np.int32]:
     """SentencePiece joins the neighbours whose joint text has the best score. As a list of merges that is: every split
     of every token into two tokens, best score first; of one token's splits the longer left part first, because of
-    overlapping places the leftmost is joined first."""
+    overlapping places the leftmost is joined first. Returns the ids of both parts, [n, 2]."""
     excluded = (_CONTROL, _UNKNOWN, _BYTE)
-    usable = {token for token, kind in zip(tokens, types, strict=True) if kind not in excluded}
-    order = sorted((id for id, token in enumerate(tokens) if token in usable), key=lambda id: (-scores[id], id))
+    usable = {token: id for id, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind not in excluded}
+    order = sorted(usable.values(), key=lambda id: (-scores[id], id))
     merges = []
     for id in order:
         token = tokens[id]
         for cut in range(len(token) - 1, 0, -1):
-            left = token[:cut]
-            if left in usable and token[cut:] in usable:
-                merges.append((left, token[cut:]))
-    return merges
+            left = usable.get(token[:cut])
+            if left is not None:
+                right = usable.get(token[cut:])
+                if right is not None:
+                    merges.append((left, right))
+    return np.array(merges, np.int32).reshape(-1, 2)
 
 
 def _bpe(model: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:

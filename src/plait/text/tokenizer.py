@@ -8,12 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plait import cachefile
 from plait.errors import CapacityError, RequestError, TokenizerError, UsageError
 from plait.text.chat_template import ChatTemplate, validate_messages
 from plait.text.control_text import ControlText, MarkedEncoder, strings_in, unused_marker
 from plait.text.detokenizer import IncrementalDetokenizer, TokenBytes
 from plait.text.token_bound import TokenBound
 
+# So many merges are worked out before a file could be opened.
+_FEW_MERGES = 10_000
 # What a template has from elsewhere: the messages, the argument beside them, and Jinja's own name.
 _RESERVED_NAMES = ("self", "messages", "add_generation_prompt")
 
@@ -284,6 +287,40 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UsageError(f"{path} does not exist; give a model directory or a .gguf file")
     if path.suffix.lower() != ".gguf":
         raise TokenizerError(f"{path} is neither a model directory nor a .gguf file")
+    from plait.text.gguf_tokenizer import build_tokenizer
     from plait.weights.gguf_reader import GGUFFile
 
-    return tokenizer_from_gguf(GGUFFile(path).metadata)
+    file = GGUFFile(path)
+    return build_tokenizer(file.metadata, CachedMerges(path))
+
+
+class CachedMerges:
+    """A `MergeStore` in the cache of this user (plait.cachefile)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> Any:
+        key = self._key()
+        entry = None if key is None else cachefile.read(self._name(), key)
+        return None if entry is None else entry.arrays["merges"].view("<i4").reshape(-1, 2)
+
+    def save(self, merges: Any) -> None:
+        key = self._key()
+        if key is None or len(merges) < _FEW_MERGES:
+            return
+        data = merges.astype("<i4").reshape(-1).view("u1")
+        try:
+            with cachefile.Writer(self._name(), data.nbytes) as writer:
+                writer.add("merges", data)
+                writer.commit(key, {})
+        except OSError as error:
+            cachefile.say_unwritten(error)
+
+    def _name(self) -> str:
+        return cachefile.entry_name("merges", self._path)
+
+    def _key(self) -> dict[str, Any] | None:
+        if cachefile.directory() is None:
+            return None
+        return {"kind": "merges", "version": 1, "files": cachefile.identity([self._path])}

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
 from plait.model.families import family
 from plait.weights.mapping import Assignment, BoundMap
+from plait.weights.packed import PackedDecoder
 
 SHARD_BYTES = 5 * 10**9
-_HEAD = "lm_head.weight"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,15 +67,21 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
 
 def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as the family's files have them, one at a time."""
-    parameters: dict[str, Tensor] = dict(decoder.named_parameters())
-    if not decoder.config.tie_embeddings:
-        parameters.setdefault(_HEAD, decoder.lm_head.weight)
-    bound = BoundMap(decoder.config, family(decoder.config.model_type).names)
-    for assignment in bound.outgoing(list(parameters)):
+    parameters: Mapping[str, Tensor] = decoder.tensors() if isinstance(decoder, PackedDecoder) else _parameters(decoder)
+    for assignment in _assignments(decoder):
         yield assignment.file, _assemble(assignment, parameters)
 
 
-def _assemble(assignment: Assignment, parameters: dict[str, Tensor]) -> Tensor:
+def _parameters(decoder: Decoder) -> dict[str, Tensor]:
+    return dict(decoder.named_parameters())
+
+
+def _assignments(decoder: Decoder) -> Iterator[Assignment]:
+    bound = BoundMap(decoder.config, family(decoder.config.model_type).names)
+    return bound.outgoing([name for name, _ in decoder.named_parameters()])
+
+
+def _assemble(assignment: Assignment, parameters: Mapping[str, Tensor]) -> Tensor:
     parts = [(parameters[p.name].detach(), p.rows) for p in assignment.parts]
     first = parts[0][0]
     if len(parts) == 1 and parts[0][1] is None:
@@ -87,11 +93,17 @@ def _assemble(assignment: Assignment, parameters: dict[str, Tensor]) -> Tensor:
     return out
 
 
+def _sizes(decoder: Decoder) -> list[tuple[str, int]]:
+    """(name, bytes) of what `hugging_face_tensors` gives, without reading a number."""
+    bytes_of = {name: p.numel() * p.element_size() for name, p in decoder.named_parameters()}
+    return [(a.file, sum(bytes_of[part.name] for part in a.parts)) for a in _assignments(decoder)]
+
+
 def _write_weights(decoder: Decoder, directory: Path, shard_bytes: int) -> None:
     """model.safetensors, or numbered shards with an index where the weights exceed `shard_bytes`."""
     from safetensors.torch import save_file
 
-    sizes = [(name, t.numel() * t.element_size()) for name, t in hugging_face_tensors(decoder)]
+    sizes = _sizes(decoder)
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name, size in sizes:

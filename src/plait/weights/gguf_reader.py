@@ -7,16 +7,22 @@ member, tensors from all of them.
 from __future__ import annotations
 
 import mmap
-import os
 import re
-import stat
 from pathlib import Path
 
 import numpy as np
 
-from plait.errors import UsageError, WeightError
+from plait.errors import WeightError
 from plait.weights.gguf_header import Header, Metadata, parse_header
-from plait.weights.sources import TensorInfo, is_raw_split, no_such_tensor, some_names
+from plait.weights.sources import (
+    TensorInfo,
+    close_maps,
+    is_raw_split,
+    map_file,
+    no_such_tensor,
+    release_pages,
+    some_names,
+)
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -42,7 +48,7 @@ class GGUFFile:
             self.tensors |= header.tensors
 
     def _open(self, path: Path) -> Header:
-        data = _map_file(path)
+        data = map_file(path)
         self._maps[str(path)] = data
         return parse_header(data, str(path))
 
@@ -55,14 +61,15 @@ class GGUFFile:
             raise WeightError(f"{self.path}: already closed")
         return np.frombuffer(self._maps[info.file], np.uint8, info.nbytes, info.offset)
 
+    def release(self, name: str) -> None:
+        """Take the tensor's pages out of this process; they can be read again all the same."""
+        info = self.tensors[name]
+        if self._maps:
+            release_pages(self._maps[info.file], info.offset, info.nbytes)
+
     def close(self) -> None:
         """Unmap the files. Views that `raw` gave out stay valid: their mapping goes with the last of them."""
-        for data in self._maps.values():
-            try:
-                data.close()
-            except BufferError:
-                continue
-        self._maps = {}
+        close_maps(self._maps)
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -89,27 +96,6 @@ def split_members(path: Path) -> list[Path]:
     if missing:
         raise WeightError(f"{path}: {len(missing)} of {count} split files missing beside it: {some_names(missing)}")
     return members
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with open(path, "rb", opener=_open_regular) as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise WeightError(f"{path}: the file is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file; a pipe or device is refused instead of waited for."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"not a regular file: {path}")
-    return descriptor
 
 
 def _check_split(headers: dict[Path, Header], members: list[Path]) -> None:

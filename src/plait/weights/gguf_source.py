@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.errors import WeightError
 from plait.weights.gguf_header import Metadata
 from plait.weights.gguf_reader import GGUFFile
@@ -63,6 +66,12 @@ class GGUFSource:
         for first, values in expand_blocks(raw, kind):
             flat[first : first + values.size] = torch.from_numpy(values)
         return out
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        return self.file.raw(name)
+
+    def release(self, name: str) -> None:
+        self.file.release(name)
 
     def close(self) -> None:
         self.file.close()

@@ -1,13 +1,17 @@
-"""Tensors of a safetensors file or sharded directory, read through the `safetensors` package."""
+"""Tensors of a safetensors file or sharded directory: read through the `safetensors` package, or as raw bytes."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.errors import UsageError, WeightError
 from plait.weights.safetensors_header import QUANTISED_DTYPES, check_not_shard, read_directory, read_header
-from plait.weights.sources import TensorInfo, no_such_tensor
+from plait.weights.sources import TensorInfo, close_maps, map_file, no_such_tensor, release_pages
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +31,7 @@ class SafetensorsSource:
         else:
             raise UsageError(f"{self.path}: no such file or directory")
         self._files: dict[str, Any] = {}
+        self._maps: dict[str, mmap.mmap] = {}
         self._closed = False
 
     def names(self) -> list[str]:
@@ -40,6 +45,22 @@ class SafetensorsSource:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor; dtype None keeps the stored type. It may be a copy-on-write view of the mapped file."""
+        info = self._readable(name)
+        tensor = self._open(info.file).get_tensor(name)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        info = self._readable(name)
+        if info.file not in self._maps:
+            self._maps[info.file] = map_file(Path(info.file))
+        return np.frombuffer(self._maps[info.file], np.uint8, info.nbytes, info.offset)
+
+    def release(self, name: str) -> None:
+        info = self.info(name)
+        if info.file in self._maps:
+            release_pages(self._maps[info.file], info.offset, info.nbytes)
+
+    def _readable(self, name: str) -> TensorInfo:
         info = self.info(name)
         if info.format in QUANTISED_DTYPES:
             raise WeightError(
@@ -47,8 +68,7 @@ class SafetensorsSource:
             )
         if self._closed:
             raise WeightError(f"{self.path}: already closed")
-        tensor = self._open(info.file).get_tensor(name)
-        return tensor if dtype is None else tensor.to(dtype)
+        return info
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -62,4 +82,5 @@ class SafetensorsSource:
 
     def close(self) -> None:
         self._files.clear()
+        close_maps(self._maps)
         self._closed = True

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from plait.errors import WeightError
+from plait.errors import UsageError, WeightError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,14 @@ class TensorSource(Protocol):
         """
         ...
 
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The tensor's stored bytes, [nbytes]: a read-only view of the mapped file. Needs no torch."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The tensor's bytes will not be wanted again soon: their pages need not stay in this process."""
+        ...
+
     def close(self) -> None:
         """Release the files; reading afterwards is an error."""
         ...
@@ -65,6 +79,44 @@ def open_source(path: str | Path) -> TensorSource:
     from plait.weights.safetensors_source import SafetensorsSource
 
     return SafetensorsSource(path)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The bytes of a regular file, mapped read-only. Raises UsageError or, for an empty file, WeightError."""
+    try:
+        with open(path, "rb", opener=_open_regular) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise WeightError(f"{path}: the file is empty")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file; a pipe or device is refused instead of waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"not a regular file: {path}")
+    return descriptor
+
+
+def close_maps(maps: dict[str, mmap.mmap]) -> None:
+    """Unmap files and empty the dictionary. Views into them stay valid: a mapping goes with the last of them."""
+    for data in maps.values():
+        with contextlib.suppress(BufferError):
+            data.close()
+    maps.clear()
+
+
+def release_pages(data: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Take the whole pages of this range of a mapped file out of the process; they can be read again all the same."""
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    first, last = -(-offset // mmap.PAGESIZE), (offset + nbytes) // mmap.PAGESIZE
+    if advice is not None and first < last and not data.closed:
+        data.madvise(advice, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def no_such_tensor(name: str, path: Path, known: list[str]) -> WeightError:

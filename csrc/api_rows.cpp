@@ -1,0 +1,101 @@
+// Row operations: one row for plans, arrays of rows for tests.
+#include "rows.h"
+
+#include <string.h>
+
+namespace plait {
+
+bool is_row_op(int32_t kind) {
+  switch (kind) {
+    case PLAIT_OP_EMBED:
+    case PLAIT_OP_POSITIONS:
+    case PLAIT_OP_RMS_NORM:
+    case PLAIT_OP_LAYER_NORM:
+    case PLAIT_OP_ROTATE:
+    case PLAIT_OP_GATE:
+    case PLAIT_OP_ACTIVATE:
+    case PLAIT_OP_ADD:
+    case PLAIT_OP_SCALE:
+    case PLAIT_OP_SOFT_CAP:
+    case PLAIT_OP_CLIP:
+    case PLAIT_OP_QUANTISE:
+    case PLAIT_OP_COPY: return true;
+    default: return false;
+  }
+}
+
+void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const float *const in[3], float *const out[3],
+                const PlaitMatrix *const w[6], const float *table, int64_t number) {
+  const auto vector = [&](int i) { return w[i] ? static_cast<const float *>(w[i]->data) : nullptr; };
+  const float *x = in[0];
+  float *y = out[0];
+  switch (op.kind) {
+    case PLAIT_OP_EMBED:
+      kernels.unpack_row(*w[0], number, y);
+      if (op.f[0] != 1.0f) kernels.scale(y, op.f[0], w[0]->cols, y);
+      break;
+    case PLAIT_OP_POSITIONS: kernels.positions(number, table + op.i[0], op.i[1], op.f[0], y); break;
+    case PLAIT_OP_RMS_NORM:
+      for (int64_t h = 0, n = op.i[1]; h < op.i[0]; h++)
+        kernels.rms_norm(x + h * n, vector(0), n, op.f[0], op.i[2] != 0, y + h * n);
+      break;
+    case PLAIT_OP_LAYER_NORM:
+      for (int64_t h = 0, n = op.i[1]; h < op.i[0]; h++)
+        kernels.layer_norm(x + h * n, vector(0), vector(1), n, op.f[0], y + h * n);
+      break;
+    case PLAIT_OP_ROTATE: kernels.rotate(x, in[1], op.i[0], op.i[1], op.i[2], op.i[3] != 0, y); break;
+    case PLAIT_OP_GATE: kernels.gate(op.i[0], x, in[1], width, y); break;
+    case PLAIT_OP_ACTIVATE: kernels.activate(op.i[0], x, width, y); break;
+    case PLAIT_OP_ADD: kernels.add(x, in[1], width, y); break;
+    case PLAIT_OP_SCALE: kernels.scale(x, op.f[0], width, y); break;
+    case PLAIT_OP_SOFT_CAP: kernels.soft_cap(x, op.f[0], width, y); break;
+    case PLAIT_OP_CLIP: kernels.clip(x, op.f[0], width, y); break;
+    case PLAIT_OP_QUANTISE: kernels.quantise(x, width, 0, width / 32, reinterpret_cast<uint8_t *>(y)); break;
+    case PLAIT_OP_COPY:
+      if (x != y) memcpy(y, x, width * sizeof(float));
+      break;
+    default: break;
+  }
+}
+
+}  // namespace plait
+
+int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in, float *const *out,
+                     const PlaitMatrix *const *weights, const float *table, int64_t rows) {
+  using namespace plait;
+  const Kernels *kernels = find_kernels(isa);
+  if (kernels == nullptr) return fail("this CPU or this build lacks the kernels '%s'", isa ? isa : "PLAIT_ISA");
+  if (!is_row_op(op->kind)) return fail("operation %d is not one of single rows", op->kind);
+
+  // Numbers in a row of in0, in1 and out0.
+  int64_t first = op->i[6], second = first, width = first;
+  switch (op->kind) {
+    case PLAIT_OP_EMBED: first = 1, second = 0, width = weights[0]->cols; break;
+    case PLAIT_OP_POSITIONS: first = 1, second = 0, width = 2 * op->i[1]; break;
+    case PLAIT_OP_RMS_NORM:
+    case PLAIT_OP_LAYER_NORM: first = width = static_cast<int64_t>(op->i[0]) * op->i[1]; break;
+    case PLAIT_OP_ROTATE: first = width = static_cast<int64_t>(op->i[0]) * op->i[1], second = op->i[2]; break;
+    case PLAIT_OP_QUANTISE:
+      if (width % 32 != 0) return fail("%lld numbers do not divide into blocks of 32", static_cast<long long>(width));
+      width = plait_quantised_row_bytes(width) / 4;
+      break;
+    default: break;
+  }
+  if (width <= 0) return fail("operation %d on rows of %lld numbers", op->kind, static_cast<long long>(width));
+  if (op->kind == PLAIT_OP_EMBED) {
+    const int32_t *ids = reinterpret_cast<const int32_t *>(in[0]);
+    for (int64_t r = 0; r < rows; r++)
+      if (ids[r] < 0 || ids[r] >= weights[0]->rows) return fail("id %d is no row of the matrix", ids[r]);
+  }
+  const PlaitMatrix *const none[6] = {};
+  const bool two = op->kind == PLAIT_OP_ROTATE || op->kind == PLAIT_OP_GATE || op->kind == PLAIT_OP_ADD;
+  const bool numbered = op->kind == PLAIT_OP_EMBED || op->kind == PLAIT_OP_POSITIONS;
+  for (int64_t r = 0; r < rows; r++) {
+    const float *const from[3] = {in[0] + r * first, two ? in[1] + r * second : nullptr, nullptr};
+    float *const to[3] = {out[0] + r * width, nullptr, nullptr};
+    const int64_t number = numbered ? reinterpret_cast<const int32_t *>(in[0])[r] : 0;
+    run_row_op(*kernels, *op, op->kind == PLAIT_OP_QUANTISE ? first : width, from, to, weights ? weights : none, table,
+               number);
+  }
+  return 0;
+}

@@ -1,0 +1,297 @@
+// Operations on single rows of fp32. `out` may be an operand.
+
+namespace plait {
+namespace PLAIT_ISA_NAMESPACE {
+
+namespace rows {
+
+// out[i] = f(x[i]) for vectors, the last one padded with zeros.
+template <class F>
+PLAIT_INLINE void each(const float *x, int64_t n, float *out, F f) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, f(load(x + i)));
+  if (i < n) store_part(out + i, f(load_part(x + i, (int)(n - i))), (int)(n - i));
+}
+template <class F>
+PLAIT_INLINE void each_pair(const float *x, const float *y, int64_t n, float *out, F f) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, f(load(x + i), load(y + i)));
+  if (i < n) {
+    const int rest = (int)(n - i);
+    store_part(out + i, f(load_part(x + i, rest), load_part(y + i, rest)), rest);
+  }
+}
+
+// The sum of f(x[i]): four chains per lane.
+template <class F>
+PLAIT_INLINE float total(const float *x, int64_t n, F f) {
+  vf sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int j = 0; j < 4; j++) sums[j] += f(load(x + i + j * W));
+  for (int j = 0; i + W <= n; i += W, j++) sums[j] += f(load(x + i));
+  float tail = 0;
+  for (; i < n; i++) tail += f(splat(x[i]))[0];
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + tail;
+}
+
+// 1 / (1 + e^-x) and x times it; the latter without a detour that would lose small results.
+PLAIT_INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+PLAIT_INLINE vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
+
+// tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel, and that beyond.
+PLAIT_INLINE vf tanh(vf x) {
+  const vf z = x * x;
+  vf p = splat(-5.6669754e-3f);
+  p = fma(p, z, splat(2.06061751e-2f));
+  p = fma(p, z, splat(-5.37300067e-2f));
+  p = fma(p, z, splat(1.3331331e-1f));
+  p = fma(p, z, splat(-3.33332781e-1f));
+  const vf near = fma(p * z, x, x);
+  const vf size = abs(x);
+  const vf far = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
+  const vf signed_far = as_float(as_bits(far) | (as_bits(x) & 0x80000000u));
+  return size < splat(0.625f) ? near : signed_far;
+}
+
+// x times the share of the normal distribution below x. With a = |x|, the share beyond a is e^(-a q(a)) / 2, where q is
+// a polynomial fitted to an error of 1e-8 in the result; it grows without end, so that large a give 0.
+PLAIT_INLINE vf gelu(vf x) {
+  const vf a = abs(x);
+  vf q = splat(1.31841167e-6f);
+  q = fma(q, a, splat(-1.94475927e-5f));
+  q = fma(q, a, splat(9.11303133e-5f));
+  q = fma(q, a, splat(1.88588473e-4f));
+  q = fma(q, a, splat(-5.02214321e-3f));
+  q = fma(q, a, splat(3.647868e-2f));
+  q = fma(q, a, splat(3.18266945e-1f));
+  q = fma(q, a, splat(7.97889376e-1f));
+  const vf beyond = splat(0.5f) * exp(-(a * q));
+  return x * (x < vf{} ? beyond : splat(1.0f) - beyond);
+}
+
+// x / 2 (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+PLAIT_INLINE vf gelu_tanh(vf x) {
+  const vf u = x * fma(x * x, splat(-2.0f * 0.7978845608f * 0.044715f), splat(-2.0f * 0.7978845608f));
+  return x / (splat(1.0f) + exp(u));
+}
+
+PLAIT_INLINE vf relu(vf x) { return x < vf{} ? vf{} : x; }
+
+// Calls g(f) with the activation `kind` as f.
+template <class G>
+PLAIT_INLINE void with_activation(int32_t kind, G g) {
+  switch (kind) {
+    case PLAIT_ACT_SILU: g([](vf x) PLAIT_LAMBDA_INLINE { return silu(x); }); break;
+    case PLAIT_ACT_GELU: g([](vf x) PLAIT_LAMBDA_INLINE { return gelu(x); }); break;
+    case PLAIT_ACT_GELU_TANH: g([](vf x) PLAIT_LAMBDA_INLINE { return gelu_tanh(x); }); break;
+    case PLAIT_ACT_RELU: g([](vf x) PLAIT_LAMBDA_INLINE { return relu(x); }); break;
+    case PLAIT_ACT_RELU_SQUARED: g([](vf x) PLAIT_LAMBDA_INLINE { return relu(x) * relu(x); }); break;
+    case PLAIT_ACT_SIGMOID: g([](vf x) PLAIT_LAMBDA_INLINE { return sigmoid(x); }); break;
+  }
+}
+
+// Neighbours of a vector change places.
+PLAIT_INLINE vf swap_neighbours(vf x) {
+#if defined(__clang__)
+  if constexpr (W == 16) return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  else if constexpr (W == 8) return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+  else return __builtin_shufflevector(x, x, 1, 0, 3, 2);
+#else
+  vi order;
+  for (int i = 0; i < W; i++) order[i] = i ^ 1;
+  return __builtin_shuffle(x, order);
+#endif
+}
+
+}  // namespace rows
+
+static void rms_norm(const float *x, const float *w, int64_t n, float eps, bool unit_offset, float *out) {
+  const float mean = rows::total(x, n, [](vf v) { return v * v; }) / (float)n;
+  const vf factor = splat(1.0f / __builtin_sqrtf(mean + eps));
+  if (w == nullptr)
+    rows::each(x, n, out, [=](vf v) { return v * factor; });
+  else if (unit_offset)
+    rows::each_pair(x, w, n, out, [=](vf v, vf u) { return v * factor * (splat(1.0f) + u); });
+  else
+    rows::each_pair(x, w, n, out, [=](vf v, vf u) { return v * factor * u; });
+}
+
+static void layer_norm(const float *x, const float *w, const float *b, int64_t n, float eps, float *out) {
+  // In two passes: the variance of numbers far from 0 would cancel in one.
+  const float mean = rows::total(x, n, [](vf v) { return v; }) / (float)n;
+  const vf m = splat(mean);
+  const float variance = rows::total(x, n, [=](vf v) { return (v - m) * (v - m); }) / (float)n;
+  const vf factor = splat(1.0f / __builtin_sqrtf(variance + eps));
+  if (w == nullptr)
+    rows::each(x, n, out, [=](vf v) { return (v - m) * factor; });
+  else
+    rows::each_pair(x, w, n, out, [=](vf v, vf u) { return (v - m) * factor * u; });
+  if (b != nullptr) rows::each_pair(out, b, n, out, [](vf v, vf u) { return v + u; });
+}
+
+// The angle is rounded to fp32 before its cosine is taken: that is how models were trained.
+static void positions(int64_t position, const float *inv_freq, int64_t n, float magnitude, float *out) {
+  for (int64_t k = 0; k < n; k++) {
+    const float angle = (float)position * inv_freq[k];
+    out[k] = __builtin_cosf(angle) * magnitude;
+    out[n + k] = __builtin_sinf(angle) * magnitude;
+  }
+}
+
+namespace rows {
+
+// Pairs of one head that stand side by side. c, s: [2 * pairs], each number twice, the sine of a pair's first negated.
+PLAIT_INLINE void rotate_adjacent(const float *x, const float *c, const float *s, int64_t n, float *out) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const vf pairs = load(x + i);
+    store(out + i, fma(pairs, load(c + i), swap_neighbours(pairs) * load(s + i)));
+  }
+  for (; i < n; i += 2) {
+    const float a = x[i], b = x[i + 1];
+    out[i] = a * c[i] + b * s[i];
+    out[i + 1] = b * c[i] + a * s[i + 1];
+  }
+}
+
+// Pairs of one head that stand `half` apart.
+PLAIT_INLINE void rotate_halves(const float *x, const float *c, const float *s, int64_t half, float *out) {
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    const vf a = load(x + i), b = load(x + half + i), cosine = load(c + i), sine = load(s + i);
+    store(out + i, a * cosine - b * sine);
+    store(out + half + i, b * cosine + a * sine);
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    out[i] = a * c[i] - b * s[i];
+    out[half + i] = b * c[i] + a * s[i];
+  }
+}
+
+}  // namespace rows
+
+static void rotate(const float *x, const float *angles, int64_t heads, int64_t width, int64_t turning, bool adjacent,
+                   float *out) {
+  const int64_t half = turning / 2;
+  const float *cosines = angles, *sines = angles + half;
+  if (adjacent) {
+    constexpr int64_t kPairs = 64;
+    float c[2 * kPairs], s[2 * kPairs];
+    for (int64_t first = 0; first < half; first += kPairs) {
+      const int64_t pairs = half - first < kPairs ? half - first : kPairs;
+      for (int64_t i = 0; i < pairs; i++) {
+        c[2 * i] = c[2 * i + 1] = cosines[first + i];
+        s[2 * i] = -sines[first + i];
+        s[2 * i + 1] = sines[first + i];
+      }
+      for (int64_t h = 0; h < heads; h++)
+        rows::rotate_adjacent(x + h * width + 2 * first, c, s, 2 * pairs, out + h * width + 2 * first);
+    }
+  } else {
+    for (int64_t h = 0; h < heads; h++) rows::rotate_halves(x + h * width, cosines, sines, half, out + h * width);
+  }
+  if (out != x && turning < width)
+    for (int64_t h = 0; h < heads; h++)
+      memcpy(out + h * width + turning, x + h * width + turning, (width - turning) * sizeof(float));
+}
+
+static void activate(int32_t kind, const float *x, int64_t n, float *out) {
+  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE { rows::each(x, n, out, f); });
+}
+
+static void gate(int32_t kind, const float *x, const float *y, int64_t n, float *out) {
+  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE {
+    rows::each_pair(x, y, n, out, [f](vf v, vf u) PLAIT_LAMBDA_INLINE { return f(v) * u; });
+  });
+}
+
+static void add(const float *x, const float *y, int64_t n, float *out) {
+  rows::each_pair(x, y, n, out, [](vf v, vf u) { return v + u; });
+}
+
+static void scale(const float *x, float factor, int64_t n, float *out) {
+  const vf f = splat(factor);
+  rows::each(x, n, out, [=](vf v) { return v * f; });
+}
+
+static void soft_cap(const float *x, float limit, int64_t n, float *out) {
+  const vf cap = splat(limit), inverse = splat(1.0f / limit);
+  rows::each(x, n, out, [=](vf v) PLAIT_LAMBDA_INLINE { return rows::tanh(v * inverse) * cap; });
+}
+
+static void clip(const float *x, float limit, int64_t n, float *out) {
+  const vf high = splat(limit), low = -high;
+  rows::each(x, n, out, [=](vf v) {  // a NaN passes both
+    const vf above = low > v ? low : v;
+    return high < above ? high : above;
+  });
+}
+
+static int64_t arg_max(const float *x, int64_t n, float *best) {
+  // First the largest number, then where it stands: both loops are shorter than one that carries indices.
+  constexpr int kChains = 4;
+  vf highest[kChains];
+  vi unordered{};
+  int64_t i = 0;
+  float top = x[0];
+  bool nan = false;
+  if (n >= kChains * W) {
+    for (int j = 0; j < kChains; j++) highest[j] = load(x + j * W);
+    for (; i + kChains * W <= n; i += kChains * W)
+      for (int j = 0; j < kChains; j++) {
+        const vf v = load(x + i + j * W);
+        unordered |= (vi)(v != v);
+        highest[j] = max(v, highest[j]);
+      }
+    top = max_of(max(max(highest[0], highest[1]), max(highest[2], highest[3])));
+    for (int j = 0; j < W; j++) nan |= unordered[j] != 0;
+  }
+  for (; i < n; i++) {
+    nan |= x[i] != x[i];
+    top = x[i] > top ? x[i] : top;
+  }
+  if (nan) {
+    *best = __builtin_nanf("");
+    for (i = 0; x[i] == x[i];) i++;
+    return i;
+  }
+  *best = top;
+  const vf wanted = splat(top);
+  for (i = 0; i + W <= n; i += W) {
+    const vi equal = (vi)(load(x + i) == wanted);
+    uint64_t words[W / 2], any = 0;
+    memcpy(words, &equal, sizeof words);
+    for (int j = 0; j < W / 2; j++) any |= words[j];
+    if (any != 0) break;
+  }
+  while (x[i] != top) i++;
+  return i;
+}
+
+static double exp_sum(const float *x, float highest, float temperature, int64_t n, float *out) {
+  // Lanes add up 16 numbers as floats before they go on as doubles.
+  const vf high = splat(highest), by = splat(temperature);
+  double result = 0;
+  int64_t i = 0;
+  while (i + W <= n) {
+    vf part{};
+    for (int j = 0; j < 16 && i + W <= n; j++, i += W) {
+      const vf e = exp((load(x + i) - high) / by);
+      store(out + i, e);
+      part += e;
+    }
+    result += (double)sum(part);
+  }
+  if (i < n) {
+    const int rest = (int)(n - i);
+    const vf e = exp((load_part(x + i, rest) - high) / by);
+    store_part(out + i, e, rest);
+    for (int j = 0; j < rest; j++) result += (double)e[j];
+  }
+  return result;
+}
+
+}  // namespace PLAIT_ISA_NAMESPACE
+}  // namespace plait

@@ -1,0 +1,106 @@
+// A plan: the operations of one step, checked and cut into stages, with the memory they work in.
+//
+// plan.cpp makes plans (and refuses those that do not hold together), plan_run.cpp runs them.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "attend_stage.h"
+#include "kernels/kernels.h"
+
+namespace plait {
+
+// Zeroed memory of its own, in 2 MB pages where the system has them and it is large enough. bytes 0: none.
+class Pages {
+ public:
+  Pages() = default;
+  ~Pages() { release(); }
+  Pages(const Pages &) = delete;
+  Pages &operator=(const Pages &) = delete;
+  bool reserve(int64_t bytes);  // in place of what there was; false where the system refuses
+  uint8_t *data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void release();
+  uint8_t *data_ = nullptr;
+  void *map_ = nullptr;
+  int64_t bytes_ = 0, map_bytes_ = 0;
+};
+
+// Row-local operations that follow one another over the same kind of rows are one stage, every other operation is one
+// of its own. Threads meet between stages.
+struct Stage {
+  enum Kind { kRows, kLinear, kGated, kAttend, kSelect, kLogits, kHost };
+  Kind kind;
+  int32_t first, end;  // operations
+  int32_t rows;        // PLAIT_ROWS_...
+  int32_t attention;   // kAttend: which of the plan's attentions
+  double row_ns;       // kRows: estimate of one row's time
+};
+
+// Attention layers of one shape are cut alike: once per step.
+struct Attention {
+  AttendLayer layer;
+  AttendWork work;
+};
+
+// The highest logit that one thread has seen of a row.
+struct Best {
+  float value;
+  int32_t id;  // -1 = none yet
+};
+
+// Gate and up products lie in scratch before they are multiplied: this many outputs of this many tokens at a time,
+// more outputs where there are few tokens. Outputs are handed out in groups: one block of quantised records each.
+constexpr int64_t kGatedTokens = 48, kGatedGroups = 2, kFewTokens = 12, kFewTokensGroups = 4, kGroupOutputs = 32;
+constexpr int64_t kGatedScratch = kGatedTokens * kGatedGroups * kGroupOutputs;  // floats, of either product
+static_assert(kFewTokens * kFewTokensGroups <= kGatedTokens * kGatedGroups, "scratch holds either");
+// Panels and rows of logits that lie in scratch at a time.
+constexpr int64_t kLogitPanels = 8, kLogitRows = 32;
+
+}  // namespace plait
+
+struct PlaitPlan {
+  const plait::Kernels *kernels = nullptr;
+  std::vector<PlaitOp> ops;
+  std::vector<PlaitBuffer> buffers;
+  std::vector<PlaitMatrix> matrices;
+  std::vector<PlaitCache> caches;
+  std::vector<float> tables;
+  int32_t max_tokens = 0, max_rows = 0, vocab_size = 0, sampled_ids = 0, copy_slots = 0;
+  uint8_t *pool = nullptr;
+  int64_t slot_stride = 0, block_bytes = 0;
+
+  std::vector<plait::Stage> stages;
+  std::vector<plait::Attention> attentions;
+  plait::Pages arena, scratch;
+  int64_t thread_scratch = 0;  // bytes of scratch per thread
+  int scratch_threads = 0;
+  int64_t l2_bytes = 0;
+  std::vector<int32_t> owner;         // [max_tokens] sequence of a token of the present step
+  std::vector<plait::Best> best;      // [threads][max_rows]
+  std::vector<double> stage_seconds;  // [stages]
+  bool profiling = false;
+  std::mutex running;
+
+  uint8_t *at(int32_t buffer) const { return arena.data() + buffers[buffer].offset; }
+  float *row(int32_t buffer, int64_t r) const {
+    return reinterpret_cast<float *>(at(buffer) + r * buffers[buffer].row_bytes);
+  }
+  // Floats between rows.
+  int64_t stride(int32_t buffer) const { return buffers[buffer].row_bytes / 4; }
+  const float *vector(int32_t matrix) const {
+    return matrix < 0 ? nullptr : static_cast<const float *>(matrices[matrix].data);
+  }
+};
+
+namespace plait {
+
+// Checks the copied specification and fills plan->stages; 0, or -1 after fail().
+int build_stages(PlaitPlan *plan, int32_t num_table_floats);
+// Memory for as many threads as may take part now; false where there is none.
+bool reserve_scratch(PlaitPlan *plan, int threads);
+
+}  // namespace plait

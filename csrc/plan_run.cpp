@@ -1,0 +1,466 @@
+// Runs plans: every stage is cut into items that the threads take one by one.
+//
+// How a stage is cut follows the step's size and the number of threads; the numbers do not depend on it, because every
+// kernel computes each number in one order.
+#include <string.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <initializer_list>
+#include <new>
+
+#include "plan.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace plait {
+namespace {
+
+// Guesses at speed, to size items: bytes of weights per ns that one thread reads, multiply-adds per ns that it does.
+constexpr double kReadRate = 10, kMacRate = 40;
+// Items should take this long: short enough to end together, long enough that handing them out costs nothing.
+constexpr double kLeastItem = 2'000, kMostItem = 60'000;  // ns
+// Rows of less work than this stay with the caller.
+constexpr double kAlone = 4'000;  // ns
+// Tokens per item are a multiple of the register tiles of all kernels.
+constexpr int64_t kTokenUnit = 48;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t panels_of(const PlaitMatrix &matrix) { return divide_up(matrix.rows, kPanelRows); }
+
+// A product's stage: `units` (panels, or groups of outputs) times tokens, in items of some of either.
+struct Cut {
+  int64_t units, tokens;            // per item
+  int64_t unit_items, token_items;  // their numbers; an item's tokens change slowest
+  int64_t items() const { return unit_items * token_items; }
+};
+
+Cut cut_product(const PlaitPlan &plan, int64_t units, double unit_bytes, double unit_macs, int64_t tokens,
+                int64_t row_bytes, int threads) {
+  // The tokens' inputs stay in half of the L2 cache while the weights stream by.
+  int64_t block = tokens;
+  const int64_t fitting = std::max(kTokenUnit, plan.l2_bytes / 2 / row_bytes / kTokenUnit * kTokenUnit);
+  int64_t blocks = divide_up(tokens, fitting);
+  while (units * blocks < 4 * threads && divide_up(tokens, blocks) > kTokenUnit) blocks *= 2;
+  if (blocks > 1) {
+    block = divide_up(divide_up(tokens, blocks), kTokenUnit) * kTokenUnit;
+    blocks = divide_up(tokens, block);
+  }
+  const double unit_ns = std::max(unit_bytes / kReadRate, unit_macs * double(block) / kMacRate);
+  const double all = unit_ns * double(units * blocks);
+  const double item = std::min(std::max(all / (8 * threads), kLeastItem), kMostItem);
+  int64_t per_item = threads == 1 ? units : std::max<int64_t>(1, std::llround(item / unit_ns));
+  // Kernels take several panels at a time for few tokens.
+  for (const int64_t run : {8, 4})
+    if (per_item > run || (run == 4 && per_item == 3 && tokens <= kFewTokens)) {
+      per_item = divide_up(per_item, run) * run;
+      break;
+    }
+  per_item = std::min(units, per_item);
+  return {per_item, block, divide_up(units, per_item), blocks};
+}
+
+// `panels` panels of a matrix as one of its own.
+PlaitMatrix part(const PlaitMatrix &matrix, int64_t panel, int64_t panels) {
+  PlaitMatrix cut = matrix;
+  cut.data = static_cast<const uint8_t *>(matrix.data) + panel * matrix.panel_bytes;
+  cut.rows = std::min(matrix.rows - panel * kPanelRows, panels * kPanelRows);
+  return cut;
+}
+
+class Run {
+ public:
+  Run(PlaitPlan &plan, const PlaitStep &step) : plan_(plan), step_(step), kernels_(*plan.kernels) {}
+
+  int check();
+  void begin();
+  void copy_blocks();
+  void stage(const Stage &stage);
+
+ private:
+  int64_t count(int32_t rows) const { return rows == PLAIT_ROWS_LOGITS ? step_.num_rows : step_.num_tokens; }
+  uint8_t *scratch() const { return plan_.scratch.data() + thread_number() * plan_.thread_scratch; }
+
+  void rows(const Stage &stage);
+  void row_op(const PlaitOp &op, int64_t row0, int64_t row1);
+  void write_kv(const PlaitOp &op, int64_t row0, int64_t row1);
+  void linear(const PlaitOp &op, int64_t tokens);
+  void gated(const PlaitOp &op, int64_t tokens);
+  void gated_tile(const PlaitOp &op, int64_t group0, int64_t group1, int64_t token0, int64_t token1);
+  void attend(const PlaitOp &op, int32_t attention);
+  void select(const PlaitOp &op);
+  void logits(const PlaitOp &op);
+  void logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t row0, int64_t row1);
+
+  PlaitPlan &plan_;
+  const PlaitStep &step_;
+  const Kernels &kernels_;
+  const int threads_ = thread_count();
+};
+
+// What a step must hold to, so that nothing outside of the plan's memory is touched.
+int Run::check() {
+  const PlaitStep &s = step_;
+  if (s.num_tokens < 0 || s.num_tokens > plan_.max_tokens)
+    return fail("a step of %d tokens, the plan takes %d", s.num_tokens, plan_.max_tokens);
+  if (s.num_rows < 0 || s.num_rows > plan_.max_rows)
+    return fail("a step with logits of %d rows, the plan takes %d", s.num_rows, plan_.max_rows);
+  if (s.num_sequences < 0 || s.num_copies < 0 || s.num_groups < 0 || s.table_width < 0)
+    return fail("a step with a negative number of something");
+  for (int32_t r = 0; r < s.num_rows; r++)
+    if (s.logit_rows[r] < 0 || s.logit_rows[r] >= s.num_tokens)
+      return fail("logits of row %d of %d", s.logit_rows[r], s.num_tokens);
+  if (s.num_sequences > 0 ? s.query_start[0] != 0 || s.query_start[s.num_sequences] != s.num_tokens : s.num_tokens > 0)
+    return fail("the sequences do not cover the step's %d tokens", s.num_tokens);
+  for (int32_t q = 0; q < s.num_sequences; q++) {
+    const int64_t tokens = int64_t{s.query_start[q + 1]} - s.query_start[q];
+    if (tokens < 0 || tokens > s.context_len[q] || s.query_start[q + 1] > s.num_tokens)
+      return fail("sequence %d: %lld tokens in a context of %d", q, static_cast<long long>(tokens), s.context_len[q]);
+  }
+  const int64_t blocks = plan_.block_bytes > 0 ? plan_.slot_stride / plan_.block_bytes : 0;
+  for (int32_t c = 0; c < 2 * s.num_copies; c++)
+    if (plan_.copy_slots > 0 && (s.copies[c] < 0 || s.copies[c] >= blocks))
+      return fail("a copy of block %d of %lld", s.copies[c], static_cast<long long>(blocks));
+  for (size_t k = 0; k < plan_.caches.size(); k++) {
+    const PlaitCache &cache = plan_.caches[k];
+    bool known = false;  // layers of one group share the table
+    for (size_t j = 0; j < k; j++)
+      known |= plan_.caches[j].group == cache.group && plan_.caches[j].block_tokens == cache.block_tokens;
+    if (known || s.num_tokens == 0) continue;
+    if (cache.group >= s.num_groups)
+      return fail("a step with %d block tables: none for group %d", s.num_groups, cache.group);
+    for (int32_t q = 0; q < s.num_sequences; q++) {
+      const int32_t *table = s.block_table + (int64_t{cache.group} * s.num_sequences + q) * s.table_width;
+      const int64_t context = s.context_len[q], tokens = s.query_start[q + 1] - s.query_start[q];
+      const int64_t used = divide_up(context, cache.block_tokens);
+      const int64_t written = (context - tokens) / cache.block_tokens;  // the first block that is written
+      if (used > s.table_width)
+        return fail("sequence %d: %lld tokens need %lld blocks, the table has %d", q, static_cast<long long>(context),
+                    static_cast<long long>(used), s.table_width);
+      for (int64_t b = 0; b < used; b++) {
+        if (table[b] < 0 || (blocks > 0 && table[b] >= blocks))
+          return fail("sequence %d: block %d of %lld", q, table[b], static_cast<long long>(blocks));
+        if (tokens > 0 && b >= written && table[b] == 0) return fail("sequence %d: a token without a block", q);
+      }
+    }
+  }
+  for (const PlaitOp &op : plan_.ops) {
+    if (op.kind == PLAIT_OP_LOGITS && s.num_rows > 0 && (s.best_ids == nullptr || s.best_values == nullptr))
+      return fail("nowhere to put the best ids");
+    if (op.kind != PLAIT_OP_EMBED) continue;
+    for (int32_t t = 0; t < s.num_tokens; t++)
+      if (s.token_ids[t] < 0 || s.token_ids[t] >= plan_.matrices[op.w[0]].rows)
+        return fail("token id %d of %lld", s.token_ids[t], static_cast<long long>(plan_.matrices[op.w[0]].rows));
+  }
+  return 0;
+}
+
+void Run::begin() {
+  for (int32_t q = 0; q < step_.num_sequences; q++)
+    std::fill(plan_.owner.begin() + step_.query_start[q], plan_.owner.begin() + step_.query_start[q + 1], q);
+  for (Attention &attention : plan_.attentions) cut_attention(step_, attention.layer, threads_, &attention.work);
+}
+
+// Pairs are copied in their order, in every slot.
+void Run::copy_blocks() {
+  if (step_.num_copies == 0) return;
+  parallel(plan_.copy_slots, [&](int64_t slot) {
+    uint8_t *blocks = plan_.pool + slot * plan_.slot_stride;
+    for (int32_t c = 0; c < step_.num_copies; c++) {
+      const int64_t from = step_.copies[2 * c], to = step_.copies[2 * c + 1];
+      if (from != to) memcpy(blocks + to * plan_.block_bytes, blocks + from * plan_.block_bytes, plan_.block_bytes);
+    }
+  });
+}
+
+void Run::stage(const Stage &stage) {
+  const PlaitOp &op = plan_.ops[stage.first];
+  const int64_t n = count(stage.rows);
+  if (n == 0) return;
+  switch (stage.kind) {
+    case Stage::kRows: return rows(stage);
+    case Stage::kLinear: return linear(op, n);
+    case Stage::kGated: return gated(op, n);
+    case Stage::kAttend: return attend(op, stage.attention);
+    case Stage::kSelect: return select(op);
+    case Stage::kLogits: return logits(op);
+    case Stage::kHost: return;
+  }
+}
+
+void Run::rows(const Stage &stage) {
+  const int64_t n = count(stage.rows);
+  const bool shared = threads_ > 1 && stage.row_ns * double(n) > kAlone;
+  // A chunk's rows go through all operations while they are in the cache.
+  int64_t chunk = std::min<int64_t>(n, 32);
+  if (shared) chunk = std::min(chunk, std::min(divide_up(n, 2 * threads_), 1 + int64_t(kAlone / stage.row_ns)));
+  const int64_t chunks = divide_up(n, chunk);
+  const auto run_chunk = [&](int64_t item) {
+    const int64_t row0 = item * chunk, row1 = std::min(n, row0 + chunk);
+    for (int32_t i = stage.first; i < stage.end; i++) {
+      const PlaitOp &op = plan_.ops[i];
+      if (op.kind == PLAIT_OP_WRITE_KV) {
+        write_kv(op, row0, row1);
+      } else if (op.kind == PLAIT_OP_HIDDEN) {
+        const int64_t width = plan_.buffers[op.in[0]].width;
+        for (int64_t r = row0; r < row1 && step_.hidden != nullptr; r++)
+          memcpy(step_.hidden + r * width, plan_.row(op.in[0], r), width * sizeof(float));
+      } else {
+        row_op(op, row0, row1);
+      }
+    }
+  };
+  if (shared) return parallel(chunks, run_chunk);
+  for (int64_t item = 0; item < chunks; item++) run_chunk(item);
+}
+
+void Run::row_op(const PlaitOp &op, int64_t row0, int64_t row1) {
+  const PlaitMatrix *w[6];
+  for (int k = 0; k < 6; k++) w[k] = op.w[k] < 0 ? nullptr : &plan_.matrices[op.w[k]];
+  const int64_t width = plan_.buffers[op.out[0]].width;
+  const int32_t *numbers = op.kind == PLAIT_OP_EMBED ? step_.token_ids
+                           : op.kind == PLAIT_OP_POSITIONS ? step_.positions
+                                                           : nullptr;
+  for (int64_t r = row0; r < row1; r++) {
+    const float *in[3];
+    float *out[3];
+    for (int k = 0; k < 3; k++) {
+      in[k] = op.in[k] < 0 ? nullptr : plan_.row(op.in[k], r);
+      out[k] = op.out[k] < 0 ? nullptr : plan_.row(op.out[k], r);
+    }
+    run_row_op(kernels_, op, width, in, out, w, plan_.tables.data(), numbers == nullptr ? 0 : numbers[r]);
+  }
+}
+
+void Run::write_kv(const PlaitOp &op, int64_t row0, int64_t row1) {
+  const PlaitCache &cache = plan_.caches[op.i[0]];
+  for (int64_t t = row0; t < row1; t++) {
+    const int64_t sequence = plan_.owner[t];
+    // Where the token stands in the cache; step.positions may say otherwise (they turn the vectors only).
+    const int64_t at = step_.context_len[sequence] - step_.query_start[sequence + 1] + t;
+    const int64_t line = cache.group * int64_t{step_.num_sequences} + sequence;
+    const int32_t *table = step_.block_table + line * step_.table_width;
+    kernels_.write_kv(cache, table[at / cache.block_tokens], at % cache.block_tokens, plan_.row(op.in[0], t),
+                      cache.value_width == 0 ? nullptr : plan_.row(op.in[1], t));
+  }
+}
+
+void Run::linear(const PlaitOp &op, int64_t tokens) {
+  int64_t end[4] = {0, 0, 0, 0};  // panels of the matrices before
+  double bytes = 0;
+  for (int32_t k = 0; k < op.i[0]; k++) {
+    const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
+    end[k + 1] = end[k] + panels_of(matrix);
+    bytes += double(panels_of(matrix)) * double(matrix.panel_bytes);
+  }
+  const int64_t panels = end[op.i[0]];
+  const int64_t row_bytes = plan_.buffers[op.in[0]].row_bytes;
+  const double macs = double(kPanelRows) * double(plan_.matrices[op.w[0]].cols);
+  const Cut cut = cut_product(plan_, panels, bytes / double(panels), macs, tokens, row_bytes, threads_);
+  parallel(cut.items(), [&](int64_t item) {
+    const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
+    const int64_t from = item % cut.unit_items * cut.units, to = std::min(panels, from + cut.units);
+    for (int32_t k = 0; k < op.i[0]; k++) {
+      const int64_t panel0 = std::max(from, end[k]) - end[k], panel1 = std::min(to, end[k + 1]) - end[k];
+      if (panel0 >= panel1) continue;
+      MatmulArgs args{};
+      args.matrix = &plan_.matrices[op.w[2 * k]];
+      args.x = plan_.at(op.in[0]);
+      args.x_stride = row_bytes;
+      args.out = plan_.row(op.out[k], 0);
+      args.out_stride = plan_.stride(op.out[k]);
+      args.bias = plan_.vector(op.w[2 * k + 1]);
+      if (k == 0 && op.in[1] >= 0) {
+        args.add = plan_.row(op.in[1], 0);
+        args.add_stride = plan_.stride(op.in[1]);
+      }
+      kernels_.matmul[args.matrix->layout](args, panel0, panel1, token0, token1);
+    }
+  });
+}
+
+void Run::gated(const PlaitOp &op, int64_t tokens) {
+  const PlaitMatrix &gate = plan_.matrices[op.w[0]];
+  const int64_t groups = divide_up(gate.rows, kGroupOutputs), panels = kGroupOutputs / kPanelRows;
+  double bytes = double(panels * gate.panel_bytes), macs = double(kGroupOutputs) * double(gate.cols);
+  if (op.kind == PLAIT_OP_GATED) {
+    bytes += double(panels * plan_.matrices[op.w[2]].panel_bytes);
+    macs *= 2;
+  }
+  const Cut cut = cut_product(plan_, groups, bytes, macs, tokens, plan_.buffers[op.in[0]].row_bytes, threads_);
+  parallel(cut.items(), [&](int64_t item) {
+    const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
+    const int64_t from = item % cut.unit_items * cut.units, to = std::min(groups, from + cut.units);
+    const int64_t few = token1 - token0 <= kFewTokens ? kFewTokensGroups : kGatedGroups;
+    for (int64_t group = from; group < to; group += few)
+      for (int64_t t = token0; t < token1; t += kGatedTokens)
+        gated_tile(op, group, std::min(to, group + few), t, std::min(token1, t + kGatedTokens));
+  });
+}
+
+// Some groups of outputs of some tokens: both products into scratch, then act(gate) * up, then floats or blocks of the
+// records.
+void Run::gated_tile(const PlaitOp &op, int64_t group0, int64_t group1, int64_t token0, int64_t token1) {
+  const bool two = op.kind == PLAIT_OP_GATED;
+  const PlaitBuffer &in = plan_.buffers[op.in[0]], &out = plan_.buffers[op.out[0]];
+  const int64_t first = group0 * kGroupOutputs, stride = (group1 - group0) * kGroupOutputs;
+  float *products[2] = {reinterpret_cast<float *>(scratch()), reinterpret_cast<float *>(scratch()) + kGatedScratch};
+  int64_t width = 0;
+  for (int k = 0; k < (two ? 2 : 1); k++) {
+    const PlaitMatrix matrix = part(plan_.matrices[op.w[2 * k]], first / kPanelRows, stride / kPanelRows);
+    width = matrix.rows;
+    MatmulArgs args{};
+    args.matrix = &matrix;
+    args.x = plan_.at(op.in[0]) + token0 * in.row_bytes;
+    args.x_stride = in.row_bytes;
+    args.out = products[k];
+    args.out_stride = stride;
+    const float *bias = plan_.vector(op.w[2 * k + 1]);
+    args.bias = bias == nullptr ? nullptr : bias + first;
+    kernels_.matmul[matrix.layout](args, 0, panels_of(matrix), 0, token1 - token0);
+  }
+  for (int64_t t = token0; t < token1; t++) {
+    float *gate = products[0] + (t - token0) * stride, *up = products[1] + (t - token0) * stride;
+    float *to = out.kind == PLAIT_KIND_Q8 ? gate : plan_.row(op.out[0], t) + first;
+    if (two)
+      kernels_.gate(op.i[0], gate, up, width, to);
+    else
+      kernels_.activate(op.i[0], gate, width, to);
+    if (out.kind == PLAIT_KIND_Q8)
+      kernels_.quantise(to, out.width, group0, group1, plan_.at(op.out[0]) + t * out.row_bytes);
+  }
+}
+
+void Run::attend(const PlaitOp &op, int32_t attention) {
+  AttendWork &work = plan_.attentions[attention].work;
+  AttendLayer layer{};
+  layer.cache = plan_.caches[op.i[0]];
+  layer.heads = op.i[1];
+  layer.window = op.i[2];
+  layer.scale = op.f[0];
+  layer.soft_cap = op.f[1];
+  layer.sinks = plan_.vector(op.w[0]);
+  layer.q = plan_.row(op.in[0], 0);
+  layer.q_stride = plan_.stride(op.in[0]);
+  if (plan_.buffers[op.out[0]].kind == PLAIT_KIND_Q8) {
+    layer.record = plan_.at(op.out[0]);
+    layer.record_stride = plan_.buffers[op.out[0]].row_bytes;
+  } else {
+    layer.out = plan_.row(op.out[0], 0);
+    layer.out_stride = plan_.stride(op.out[0]);
+  }
+  parallel(static_cast<int64_t>(work.items.size()), [&](int64_t item) {
+    run_attend_item(kernels_, layer, step_, work, item, reinterpret_cast<float *>(scratch()));
+  });
+}
+
+void Run::select(const PlaitOp &op) {
+  const int64_t bytes = plan_.buffers[op.in[0]].row_bytes;
+  const int64_t least = std::min(bytes, plan_.buffers[op.out[0]].row_bytes);
+  for (int64_t r = 0; r < step_.num_rows; r++)
+    memcpy(plan_.row(op.out[0], r), plan_.row(op.in[0], step_.logit_rows[r]), least);
+}
+
+void Run::logits(const PlaitOp &op) {
+  const PlaitMatrix &head = plan_.matrices[op.w[0]];
+  const int64_t rows = step_.num_rows;
+  // Columns that nobody samples are computed only where the logits are wanted.
+  const int64_t columns = step_.logits != nullptr ? head.rows : plan_.sampled_ids;
+  const int64_t panels = divide_up(columns, kPanelRows);
+  const Cut cut = cut_product(plan_, panels, double(head.panel_bytes), double(kPanelRows) * double(head.cols), rows,
+                              plan_.buffers[op.in[0]].row_bytes, threads_);
+  Best *best = plan_.best.data();
+  for (int thread = 0; thread < plan_.scratch_threads; thread++)
+    std::fill(best + int64_t{thread} * plan_.max_rows, best + int64_t{thread} * plan_.max_rows + rows, Best{0, -1});
+  parallel(cut.items(), [&](int64_t item) {
+    const int64_t row0 = item / cut.unit_items * cut.tokens, row1 = std::min(rows, row0 + cut.tokens);
+    const int64_t from = item % cut.unit_items * cut.units, to = std::min(panels, from + cut.units);
+    for (int64_t panel = from; panel < to; panel += kLogitPanels)
+      for (int64_t r = row0; r < row1; r += kLogitRows)
+        logits_tile(op, panel, std::min(to, panel + kLogitPanels), r, std::min(row1, r + kLogitRows));
+  });
+  // The threads' best ones: the highest, of equals the lowest id; a NaN stays.
+  for (int64_t r = 0; r < rows; r++) {
+    Best found{0, -1};
+    for (int thread = 0; thread < plan_.scratch_threads; thread++) {
+      const Best &candidate = best[int64_t{thread} * plan_.max_rows + r];
+      if (candidate.id < 0) continue;
+      const bool first = found.id < 0;
+      const bool higher = candidate.value > found.value || (candidate.value == found.value && candidate.id < found.id);
+      const bool nan = candidate.value != candidate.value, had_nan = !first && found.value != found.value;
+      if (first || (nan && (!had_nan || candidate.id < found.id)) || (!had_nan && higher)) found = candidate;
+    }
+    step_.best_ids[r] = found.id;
+    step_.best_values[r] = found.value;
+  }
+}
+
+void Run::logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t row0, int64_t row1) {
+  const PlaitMatrix matrix = part(plan_.matrices[op.w[0]], panel0, panel1 - panel0);
+  const int64_t column = panel0 * kPanelRows, row_bytes = plan_.buffers[op.in[0]].row_bytes;
+  MatmulArgs args{};
+  args.matrix = &matrix;
+  args.x = plan_.at(op.in[0]) + row0 * row_bytes;
+  args.x_stride = row_bytes;
+  if (step_.logits != nullptr) {
+    args.out = step_.logits + row0 * plan_.vocab_size + column;
+    args.out_stride = plan_.vocab_size;
+  } else {
+    args.out = reinterpret_cast<float *>(scratch());
+    args.out_stride = kLogitPanels * kPanelRows;
+  }
+  kernels_.matmul[matrix.layout](args, 0, panel1 - panel0, 0, row1 - row0);
+  const int64_t sampled = std::min(matrix.rows, plan_.sampled_ids - column);
+  for (int64_t r = row0; r < row1; r++) {
+    float *x = args.out + (r - row0) * args.out_stride;
+    if (op.f[0] > 0) kernels_.soft_cap(x, op.f[0], matrix.rows, x);
+    if (sampled <= 0) continue;
+    Best &best = plan_.best[int64_t{thread_number()} * plan_.max_rows + r];
+    if (best.id >= 0 && best.value != best.value) continue;  // items come in ascending order: the first NaN stays
+    float value;
+    const int64_t at = kernels_.arg_max(x, sampled, &value);
+    if (best.id < 0 || value > best.value || value != value) best = {value, static_cast<int32_t>(column + at)};
+  }
+}
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
+  const int32_t num_ops = static_cast<int32_t>(plan.ops.size());
+  size_t s = 0;
+  while (s < plan.stages.size() && plan.stages[s].first < from) s++;
+  if (from < 0 || (s < plan.stages.size() ? plan.stages[s].first != from : from != num_ops))
+    return fail("a plan of %d operations cannot be run from operation %d", num_ops, from);
+  ParallelRegion region;
+  if (!reserve_scratch(&plan, thread_count())) return fail("no memory for scratch");
+  Run run(plan, step);
+  if (run.check() != 0) return -1;
+  if (from == 0) {
+    run.begin();
+    run.copy_blocks();
+  }
+  double before = plan.profiling ? seconds() : 0;
+  for (; s < plan.stages.size(); s++) {
+    const Stage &stage = plan.stages[s];
+    if (stage.kind == Stage::kHost) return stage.first;
+    run.stage(stage);
+    if (!plan.profiling) continue;
+    const double after = seconds();
+    plan.stage_seconds[s] += after - before;
+    before = after;
+  }
+  return num_ops;
+}
+
+}  // namespace
+}  // namespace plait
+
+int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t from) try {
+  std::lock_guard<std::mutex> lock(plan->running);
+  return plait::run_from(*plan, *step, from);
+} catch (const std::bad_alloc &) {
+  return plait::fail("no memory for the step");
+}

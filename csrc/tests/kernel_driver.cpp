@@ -1,0 +1,490 @@
+// Runs every kernel table that this CPU has on random shapes, tails included, against naive sums in double precision;
+// and plans with several threads and callers. No Python: for sanitizers and for emulators of other CPUs.
+//
+//   kernel_driver [rounds] [kernels|plans]     prints a line per instruction set; exit status 1 at the first difference
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../plait_native.h"
+
+namespace {
+
+uint64_t state = 0x9e3779b97f4a7c15u;
+uint64_t random_bits() {  // xorshift64*
+  state ^= state >> 12;
+  state ^= state << 25;
+  state ^= state >> 27;
+  return state * 0x2545f4914f6cdd1du;
+}
+int64_t between(int64_t low, int64_t high) { return low + int64_t(random_bits() >> 33) % (high - low + 1); }
+float gaussian() {
+  float sum = 0;
+  for (int i = 0; i < 4; i++) sum += float(random_bits() >> 40) / (1 << 24) - 0.5f;
+  return sum * 1.7f;
+}
+
+// Memory of exactly this many numbers on a 64-byte boundary: a sanitizer sees what is read or written beyond.
+template <class T>
+class Array {
+ public:
+  explicit Array(int64_t count) : count_(count) {
+    if (posix_memalign(reinterpret_cast<void **>(&data_), 64, std::max<int64_t>(1, count) * sizeof(T)) != 0) abort();
+    memset(static_cast<void *>(data_), 0, count * sizeof(T));
+  }
+  ~Array() { free(data_); }
+  Array(const Array &) = delete;
+  Array &operator=(const Array &) = delete;
+  T *data() const { return data_; }
+  T &operator[](int64_t i) const { return data_[i]; }
+  int64_t size() const { return count_; }
+
+ private:
+  T *data_ = nullptr;
+  int64_t count_;
+};
+
+void fill(const Array<float> &array) {
+  for (int64_t i = 0; i < array.size(); i++) array[i] = gaussian();
+}
+
+[[noreturn]] void stop(const std::string &what) {
+  printf("FAILED: %s (%s)\n", what.c_str(), plait_last_error());
+  exit(1);
+}
+void expect(bool holds, const std::string &what) {
+  if (!holds) stop(what);
+}
+void near(double got, double expected, double allowed, const std::string &what) {
+  if (!(fabs(got - expected) <= allowed))
+    stop(what + ": " + std::to_string(got) + ", expected " + std::to_string(expected) + " +- " +
+         std::to_string(allowed));
+}
+
+float half_value(const uint8_t *bytes) {
+  const unsigned bits = bytes[0] | bytes[1] << 8, exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double magnitude = exponent == 0 ? ldexp(fraction, -24) : ldexp(1024 + fraction, int(exponent) - 25);
+  return float(bits & 0x8000 ? -magnitude : magnitude);
+}
+void random_half(uint8_t *bytes) {  // normal numbers around 0.01
+  bytes[0] = uint8_t(random_bits());
+  bytes[1] = uint8_t((random_bits() & 0x80) | (between(6, 9) << 2) | (random_bits() & 3));
+}
+
+// --- storage formats of GGUF files, value by value ----------------------------------------------------------------
+
+struct Format {
+  const char *name;
+  int layout, columns, bytes;
+  int scales[2];  // where the half-precision scales stand, -1 = none
+};
+const Format kFormats[] = {
+    {"F32", PLAIT_LAYOUT_F32, 1, 4, {-1, -1}},      {"BF16", PLAIT_LAYOUT_BF16, 1, 2, {-1, -1}},
+    {"F16", PLAIT_LAYOUT_F16, 1, 2, {0, -1}},       {"Q4_0", PLAIT_LAYOUT_Q4_0, 32, 18, {0, -1}},
+    {"Q4_1", PLAIT_LAYOUT_Q4_1, 32, 20, {0, 2}},    {"Q5_0", PLAIT_LAYOUT_Q5_0, 32, 22, {0, -1}},
+    {"Q5_1", PLAIT_LAYOUT_Q5_1, 32, 24, {0, 2}},    {"Q8_0", PLAIT_LAYOUT_Q8_0, 32, 34, {0, -1}},
+    {"Q4_K", PLAIT_LAYOUT_Q4_K, 256, 144, {0, 2}},  {"Q5_K", PLAIT_LAYOUT_Q5_K, 256, 176, {0, 2}},
+    {"Q6_K", PLAIT_LAYOUT_Q6_K, 256, 210, {208, -1}},
+};
+
+void random_block(const Format &format, uint8_t *block) {
+  if (format.layout == PLAIT_LAYOUT_F32 || format.layout == PLAIT_LAYOUT_BF16) {
+    const float x = gaussian();
+    memcpy(block, reinterpret_cast<const uint8_t *>(&x) + 4 - format.bytes, format.bytes);
+    return;
+  }
+  for (int i = 0; i < format.bytes; i++) block[i] = uint8_t(random_bits());
+  for (const int at : format.scales)
+    if (at >= 0) random_half(block + at);
+}
+
+// Scale and minimum (six bits each) of sub-block j of a Q4_K or Q5_K block.
+void k_scales(const uint8_t *packed, int j, int *scale, int *minimum) {
+  if (j < 4) {
+    *scale = packed[j] & 63;
+    *minimum = packed[j + 4] & 63;
+  } else {
+    *scale = (packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4;
+    *minimum = (packed[j + 4] >> 4) | (packed[j] >> 6) << 4;
+  }
+}
+
+double value_of(const Format &format, const uint8_t *b, int c) {
+  const int half = c % 32 / 16, in_half = c % 16;  // 32-column formats keep columns 0..15 low, 16..31 high
+  const auto nibble = [&](const uint8_t *q) { return half ? q[in_half] >> 4 : q[in_half] & 15; };
+  const auto fifth = [&](const uint8_t *q) { return (q[c / 8] >> c % 8 & 1) << 4; };
+  int scale = 0, minimum = 0;
+  switch (format.layout) {
+    case PLAIT_LAYOUT_F32: case PLAIT_LAYOUT_BF16: {
+      float x = 0;
+      memcpy(reinterpret_cast<uint8_t *>(&x) + 4 - format.bytes, b, format.bytes);
+      return x;
+    }
+    case PLAIT_LAYOUT_F16: return half_value(b);
+    case PLAIT_LAYOUT_Q4_0: return half_value(b) * (nibble(b + 2) - 8);
+    case PLAIT_LAYOUT_Q4_1: return double(half_value(b)) * nibble(b + 4) + half_value(b + 2);
+    case PLAIT_LAYOUT_Q5_0: return half_value(b) * ((nibble(b + 6) | fifth(b + 2)) - 16);
+    case PLAIT_LAYOUT_Q5_1: return double(half_value(b)) * (nibble(b + 8) | fifth(b + 4)) + half_value(b + 2);
+    case PLAIT_LAYOUT_Q8_0: return half_value(b) * int8_t(b[2 + c]);
+    case PLAIT_LAYOUT_Q4_K: case PLAIT_LAYOUT_Q5_K: {
+      const bool five = format.layout == PLAIT_LAYOUT_Q5_K;
+      const int j = c / 32;
+      k_scales(b + 4, j, &scale, &minimum);
+      const uint8_t byte = b[(five ? 48 : 16) + c / 64 * 32 + c % 32];
+      int q = j % 2 ? byte >> 4 : byte & 15;
+      if (five) q |= (b[16 + c % 32] >> j & 1) << 4;
+      return double(half_value(b)) * scale * q - double(half_value(b + 2)) * minimum;
+    }
+    default: {  // Q6_K
+      const int part = c / 128, quarter = c % 128 / 32, l = c % 32;
+      const uint8_t low = b[part * 64 + l + (quarter & 1) * 32], high = b[128 + part * 32 + l];
+      const int q = (quarter < 2 ? low & 15 : low >> 4) | (high >> 2 * quarter & 3) << 4;
+      return double(half_value(b + 208)) * int8_t(b[192 + part * 8 + quarter * 2 + l / 16]) * (q - 32);
+    }
+  }
+}
+
+bool quantised(int layout) { return layout >= PLAIT_LAYOUT_Q4_0; }
+
+// A random matrix: packed, and value by value.
+struct Matrix {
+  Matrix(const Format &format, int64_t rows, int64_t cols)
+      : data(plait_packed_bytes(format.layout, rows, cols)), values(rows * cols) {
+    const int64_t row_bytes = cols / format.columns * format.bytes;
+    Array<uint8_t> source(rows * row_bytes);
+    for (int64_t b = 0; b < rows * cols / format.columns; b++) {
+      random_block(format, source.data() + b * format.bytes);
+      for (int c = 0; c < format.columns; c++)
+        values[b * format.columns + c] = value_of(format, source.data() + b * format.bytes, c);
+    }
+    expect(plait_pack(format.layout, format.layout, source.data(), row_bytes, nullptr, rows, cols, data.data(), 2) == 0,
+           std::string("packing ") + format.name);
+    packed = {format.layout, 0, rows, cols, data.size() / ((rows + 15) / 16), data.data()};
+  }
+  Array<uint8_t> data;
+  Array<double> values;
+  PlaitMatrix packed;
+};
+
+// --- single kernels -----------------------------------------------------------------------------------------------
+
+void check_matmul(const char *isa, const Format &format) {
+  const int64_t rows = between(1, 70), unit = std::max(format.columns, 1);
+  const int64_t cols = unit == 1 ? between(1, 90) : unit * between(1, unit == 32 ? 7 : 2), tokens = between(1, 19);
+  const std::string what = std::string(isa) + " " + format.name + " " + std::to_string(rows) + "x" +
+                           std::to_string(cols) + ", " + std::to_string(tokens) + " tokens";
+  Matrix matrix(format, rows, cols);
+  Array<float> x(tokens * cols), bias(rows), add(tokens * rows), out(tokens * rows), unpacked(cols);
+  fill(x), fill(bias), fill(add);
+  const int32_t last = int32_t(rows - 1);
+  expect(plait_unpack_rows(&matrix.packed, &last, 1, unpacked.data(), cols) == 0, what);
+  for (int64_t c = 0; c < cols; c++) {
+    const double value = matrix.values[last * cols + c];
+    near(unpacked[c], value, 1e-5 * fabs(value) + 1e-7, what + ", unpacked");
+  }
+  const int64_t record_bytes = quantised(format.layout) ? plait_quantised_row_bytes(cols) : 0;
+  Array<uint8_t> records(tokens * record_bytes);
+  const void *input = x.data();
+  std::vector<double> seen(x.data(), x.data() + x.size());
+  if (record_bytes > 0) {
+    expect(plait_quantise(isa, x.data(), cols, tokens, cols, records.data()) == 0, what);
+    input = records.data();
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t c = 0; c < cols; c++) {
+        float scale;
+        memcpy(&scale, records.data() + t * record_bytes + cols + c / 32 * 4, 4);
+        double &value = seen[t * cols + c];
+        const double restored = double(scale) * int8_t(records[t * record_bytes + c]);
+        near(restored, value, 0.501 * double(scale) + 1e-30, what + ", quantised");
+        value = restored;
+      }
+  }
+  const bool with_bias = between(0, 1), with_add = between(0, 1);
+  expect(plait_matmul(isa, &matrix.packed, input, record_bytes > 0 ? record_bytes : cols * 4, tokens, out.data(), rows,
+                      with_bias ? bias.data() : nullptr, with_add ? add.data() : nullptr, rows) == 0, what);
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t r = 0; r < rows; r++) {
+      double sum = 0, size = 0;
+      for (int64_t c = 0; c < cols; c++) {
+        const double term = seen[t * cols + c] * matrix.values[r * cols + c];
+        sum += term;
+        size += fabs(term);
+      }
+      if (with_bias) sum += bias[r], size += fabs(bias[r]);
+      if (with_add) sum += add[t * rows + r], size += fabs(add[t * rows + r]);
+      near(out[t * rows + r], sum, 1e-5 * size + 1e-20, what);
+    }
+}
+
+double activation(int kind, double x) {
+  switch (kind) {
+    case PLAIT_ACT_SILU: return x / (1 + exp(-x));
+    case PLAIT_ACT_GELU: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+    case PLAIT_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+    case PLAIT_ACT_RELU: return x > 0 ? x : 0;
+    case PLAIT_ACT_RELU_SQUARED: return x > 0 ? x * x : 0;
+    default: return 1 / (1 + exp(-x));
+  }
+}
+
+void check_rows(const char *isa) {
+  const int64_t n = between(1, 70), rows = 2;
+  const std::string what = std::string(isa) + " rows of " + std::to_string(n);
+  Array<float> x(rows * n), y(rows * n), out(rows * n), w(n);
+  fill(x), fill(y), fill(w);
+  const PlaitMatrix vector = {PLAIT_LAYOUT_VECTOR, 0, 1, n, 4 * n, w.data()};
+  const PlaitMatrix *weights[6] = {};
+  const float *in[3] = {x.data(), y.data(), nullptr};
+  float *to[3] = {out.data(), nullptr, nullptr};
+  const auto run = [&](int kind, int i0, int i1, float f0) {
+    PlaitOp op = {};
+    op.kind = kind;
+    op.i[0] = i0;
+    op.i[1] = i1;
+    op.i[6] = int32_t(n);
+    op.f[0] = f0;
+    expect(plait_row_op(isa, &op, in, to, weights, nullptr, rows) == 0, what + ", operation " + std::to_string(kind));
+  };
+  for (int act = PLAIT_ACT_SILU; act <= PLAIT_ACT_SIGMOID; act++) {
+    run(PLAIT_OP_GATE, act, 0, 0);
+    for (int64_t i = 0; i < rows * n; i++) {
+      const double value = activation(act, x[i]) * y[i];
+      near(out[i], value, 1e-5 * fabs(value) + 1e-5, what + ", gate " + std::to_string(act));
+    }
+  }
+  run(PLAIT_OP_ADD, 0, 0, 0);
+  for (int64_t i = 0; i < rows * n; i++) near(out[i], double(x[i]) + y[i], 1e-6, what + ", add");
+  run(PLAIT_OP_SOFT_CAP, 0, 0, 2.0f);
+  for (int64_t i = 0; i < rows * n; i++) near(out[i], 2 * tanh(x[i] / 2.0), 1e-5, what + ", soft cap");
+  weights[0] = &vector;
+  run(PLAIT_OP_RMS_NORM, 1, int(n), 1e-5f);
+  for (int64_t r = 0; r < rows; r++) {
+    double squares = 0;
+    for (int64_t i = 0; i < n; i++) squares += double(x[r * n + i]) * x[r * n + i];
+    for (int64_t i = 0; i < n; i++) {
+      const double value = x[r * n + i] / sqrt(squares / double(n) + 1e-5) * w[i];
+      near(out[r * n + i], value, 1e-5 * fabs(value) + 1e-6, what + ", norm");
+    }
+  }
+}
+
+void check_attention(const char *isa) {
+  const int kv_heads = int(between(1, 3)), group = int(between(1, 4)), heads = kv_heads * group;
+  const int key_width = int(2 * between(1, 40)), value_width = int(2 * between(1, 40)), type = int(between(0, 2));
+  const int block_tokens = int(8 * between(1, 3)), window = between(0, 1) ? int(between(1, 40)) : 0;
+  const int64_t first = between(0, 1) ? between(0, 30) : between(480, 560), tokens = between(1, 5);
+  const int64_t context = first + tokens, blocks = (context + block_tokens - 1) / block_tokens;
+  const std::string what =
+      std::string(isa) + " attention over " + std::to_string(context) + " keys of type " + std::to_string(type);
+  const int64_t stride = int64_t{kv_heads} * block_tokens * (key_width + value_width) * (type == PLAIT_KV_F32 ? 4 : 2);
+  Array<uint8_t> memory((blocks + 1) * stride);
+  memset(memory.data(), 0xff, memory.size());  // NaN where nothing was written
+  const PlaitCache cache = {memory.data(), stride, 0, block_tokens, kv_heads, key_width, value_width, type, 0, 0};
+  Array<int32_t> table(blocks);
+  for (int64_t b = 0; b < blocks; b++) table[b] = int32_t(blocks - b);
+  Array<float> k(context * kv_heads * key_width), v(context * kv_heads * value_width), q(tokens * heads * key_width);
+  Array<float> sinks(heads), out(tokens * heads * value_width);
+  fill(k), fill(v), fill(q), fill(sinks);
+  for (const Array<float> *numbers : {&k, &v})
+    for (int64_t i = 0; i < numbers->size(); i++) (*numbers)[i] = roundf((*numbers)[i] * 64) / 64;  // exact in any type
+  expect(plait_write_kv(isa, &cache, table.data(), 0, context, k.data(), v.data()) == 0, what);
+  const float scale = 0.3f, cap = between(0, 1) ? 3.0f : 0.0f;
+  const bool with_sinks = between(0, 1);
+  expect(plait_attend(isa, &cache, table.data(), first, tokens, heads, scale, cap, window,
+                      with_sinks ? sinks.data() : nullptr, q.data(), out.data()) == 0, what);
+  std::vector<double> scores(context), sums(value_width);
+  for (int64_t t = 0; t < tokens; t++)
+    for (int h = 0; h < heads; h++) {
+      const int64_t kv = h / group, query = first + t, from = window ? std::max<int64_t>(0, query - window + 1) : 0;
+      double highest = with_sinks ? sinks[h] : -INFINITY, total = 0;
+      for (int64_t key = from; key <= query; key++) {
+        double s = 0;
+        for (int i = 0; i < key_width; i++)
+          s += double(q[(t * heads + h) * key_width + i]) * k[(key * kv_heads + kv) * key_width + i];
+        s *= scale;
+        scores[key] = cap > 0 ? cap * tanh(s / cap) : s;
+        highest = std::max(highest, scores[key]);
+      }
+      if (with_sinks) total = exp(sinks[h] - highest);
+      std::fill(sums.begin(), sums.end(), 0.0);
+      for (int64_t key = from; key <= query; key++) {
+        const double p = exp(scores[key] - highest);
+        total += p;
+        for (int i = 0; i < value_width; i++) sums[i] += p * v[(key * kv_heads + kv) * value_width + i];
+      }
+      for (int i = 0; i < value_width; i++)
+        near(out[(t * heads + h) * value_width + i], sums[i] / total, 3e-5, what);
+    }
+}
+
+// --- plans --------------------------------------------------------------------------------------------------------
+
+// A layer with random weights: norm, q, k, v, rotation, attention, gated products, logits.
+struct Toy {
+  static constexpr int kDim = 64, kHeads = 4, kKvHeads = 2, kWidth = 32, kHidden = 160, kVocab = 107, kBlock = 8;
+  static constexpr int kTokens = 64, kBlocks = 33;
+
+  explicit Toy(uint64_t seed) : pool(kBlocks * kBlock * kKvHeads * kWidth * 2), frequencies(kWidth / 2), norm(kDim) {
+    state = seed;
+    for (int i = 0; i < kWidth / 2; i++) frequencies[i] = float(pow(100.0, -i / 16.0));
+    fill(norm);
+    const int shapes[][3] = {  // format, rows, columns
+        {7, kVocab, kDim}, {3, kHeads * kWidth, kDim}, {3, kKvHeads * kWidth, kDim}, {3, kKvHeads * kWidth, kDim},
+        {7, kDim, kHeads * kWidth}, {4, kHidden, kDim}, {4, kHidden, kDim}, {5, kDim, kHidden}, {0, kVocab, kDim}};
+    for (const auto &shape : shapes) {
+      weights.push_back(new Matrix(kFormats[shape[0]], shape[1], shape[2]));
+      matrices.push_back(weights.back()->packed);
+    }
+    matrices.push_back({PLAIT_LAYOUT_VECTOR, 0, 1, kDim, 4 * kDim, norm.data()});
+    const int q8 = PLAIT_KIND_Q8, f = PLAIT_KIND_F32;
+    const int x = buffer(kDim, f), angles = buffer(kWidth, f), n1 = buffer(kDim, f), a1 = buffer(kDim, q8);
+    const int q = buffer(kHeads * kWidth, f), k = buffer(kKvHeads * kWidth, f), v = buffer(kKvHeads * kWidth, f);
+    const int attended = buffer(kHeads * kWidth, q8), g = buffer(kHidden, q8);
+    const int rows = buffer(kDim, f, PLAIT_ROWS_LOGITS);
+    op(PLAIT_OP_EMBED, {}, {x}, {0}, {}, {1.0f});
+    op(PLAIT_OP_POSITIONS, {}, {angles}, {}, {0, kWidth / 2}, {1.0f});
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {9}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_QUANTISE, {n1}, {a1}, {}, {}, {});
+    op(PLAIT_OP_LINEAR, {a1}, {q, k, v}, {1, -1, 2, -1, 3, -1}, {3}, {});
+    op(PLAIT_OP_ROTATE, {q, angles}, {q}, {}, {kHeads, kWidth, kWidth, 0}, {});
+    op(PLAIT_OP_ROTATE, {k, angles}, {k}, {}, {kKvHeads, kWidth, kWidth, 1}, {});
+    op(PLAIT_OP_WRITE_KV, {k, v}, {}, {}, {0}, {});
+    op(PLAIT_OP_ATTEND, {q}, {attended}, {}, {0, kHeads, 20}, {0.2f, 0.0f});
+    op(PLAIT_OP_LINEAR, {attended, x}, {x}, {4}, {1}, {});
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {9}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_QUANTISE, {n1}, {a1}, {}, {}, {});
+    op(PLAIT_OP_GATED, {a1}, {g}, {5, -1, 6, -1}, {PLAIT_ACT_SILU}, {});
+    op(PLAIT_OP_LINEAR, {g, x}, {x}, {7}, {1}, {});
+    op(PLAIT_OP_HIDDEN, {x}, {}, {}, {}, {});
+    op(PLAIT_OP_SELECT_ROWS, {x}, {rows}, {}, {}, {});
+    op(PLAIT_OP_LOGITS, {rows}, {}, {8}, {}, {4.0f});
+    const int64_t block_bytes = int64_t{kBlock} * kKvHeads * kWidth * 2 * 4;
+    cache = {reinterpret_cast<uint8_t *>(pool.data()), block_bytes, 0, kBlock, kKvHeads, kWidth, kWidth,
+             PLAIT_KV_F32, 0, 0};
+    PlaitPlanSpec spec = {};
+    spec.ops = ops.data();
+    spec.buffers = buffers.data();
+    spec.matrices = matrices.data();
+    spec.caches = &cache;
+    spec.tables = frequencies.data();
+    spec.num_ops = int32_t(ops.size());
+    spec.num_buffers = int32_t(buffers.size());
+    spec.num_matrices = int32_t(matrices.size());
+    spec.num_caches = 1;
+    spec.num_table_floats = kWidth / 2;
+    spec.max_tokens = kTokens;
+    spec.max_rows = 4;
+    spec.vocab_size = kVocab;
+    spec.sampled_ids = 99;
+    spec.arena_bytes = arena_bytes;
+    spec.copy_slots = 1;
+    spec.pool = cache.base;
+    spec.slot_stride = kBlocks * block_bytes;
+    spec.block_bytes = block_bytes;
+    plan = plait_plan_create(&spec);
+    expect(plan != nullptr, "making a plan");
+  }
+  ~Toy() {
+    plait_plan_destroy(plan);
+    for (Matrix *matrix : weights) delete matrix;
+  }
+
+  int buffer(int width, int kind, int rows = PLAIT_ROWS_TOKENS) {
+    const int64_t row_bytes = kind == PLAIT_KIND_Q8 ? plait_quantised_row_bytes(width) : 4 * int64_t{width};
+    buffers.push_back({arena_bytes, row_bytes, rows, kind, width, 0});
+    arena_bytes += (kTokens * row_bytes + 63) / 64 * 64;
+    return int(buffers.size()) - 1;
+  }
+  void op(int kind, std::vector<int> in, std::vector<int> out, std::vector<int> w, std::vector<int> i,
+          std::vector<float> f) {
+    PlaitOp made = {};
+    made.kind = kind;
+    const auto put = [](const auto &from, auto &to, auto none) {
+      for (size_t at = 0; at < sizeof to / sizeof to[0]; at++) to[at] = at < from.size() ? from[at] : none;
+    };
+    put(in, made.in, -1), put(out, made.out, -1), put(w, made.w, -1), put(i, made.i, 0), put(f, made.f, 0.0f);
+    ops.push_back(made);
+  }
+
+  // A prefill of two sequences and four steps of decoding; everything that came out, as bytes.
+  std::string run() {
+    std::string all;
+    int32_t context[2] = {0, 0};
+    for (int s = 0; s < 5; s++) {
+      const int32_t lengths[2] = {s ? 1 : 37, s ? 1 : 21}, start[3] = {0, lengths[0], lengths[0] + lengths[1]};
+      std::vector<int32_t> ids, positions, table;
+      for (int q = 0; q < 2; q++) {
+        for (int t = 0; t < lengths[q]; t++) {
+          positions.push_back(context[q] + t);
+          ids.push_back((context[q] + t) * 31 % kVocab);
+        }
+        context[q] += lengths[q];
+        for (int b = 0; b < 8; b++) table.push_back(1 + q * 16 + b);
+      }
+      const int32_t rows[2] = {start[1] - 1, start[2] - 1};
+      std::vector<float> logits(2 * kVocab), values(2), hidden(ids.size() * kDim);
+      std::vector<int32_t> best(2);
+      const PlaitStep step = {start[2], 2, 2, 1, 8, 0, ids.data(), positions.data(), start, context, table.data(),
+                              nullptr, rows, logits.data(), best.data(), values.data(), hidden.data()};
+      expect(plait_plan_run(plan, &step, 0) == int32_t(ops.size()), "running a plan");
+      const auto keep = [&](const auto &numbers) {
+        all.append(reinterpret_cast<const char *>(numbers.data()), numbers.size() * sizeof numbers[0]);
+      };
+      keep(logits), keep(values), keep(hidden), keep(best);
+    }
+    return all;
+  }
+
+  Array<float> pool, frequencies, norm;
+  std::vector<Matrix *> weights;
+  std::vector<PlaitMatrix> matrices;
+  std::vector<PlaitBuffer> buffers;
+  std::vector<PlaitOp> ops;
+  PlaitCache cache = {};
+  int64_t arena_bytes = 0;
+  PlaitPlan *plan = nullptr;
+};
+
+void check_plans(const char *isa, int rounds) {
+  setenv("PLAIT_ISA", isa, 1);
+  std::string expected;
+  for (const int threads : {1, 2, 3}) {
+    expect(plait_set_threads(threads) == 0, "setting threads");
+    Toy toy(1);
+    const std::string all = toy.run();
+    if (expected.empty()) expected = all;
+    expect(all == expected, std::string(isa) + " plan: other bits with " + std::to_string(threads) + " threads");
+  }
+  Toy first(1), second(1);
+  const auto call = [&](Toy *toy) {
+    for (int r = 0; r < rounds; r++) expect(toy->run() == expected, std::string(isa) + " plan: two callers");
+  };
+  std::thread other(call, &second);
+  call(&first);
+  other.join();
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  const int rounds = argc > 1 ? atoi(argv[1]) : 5;
+  const std::string part = argc > 2 ? argv[2] : "";
+  const char *isa = nullptr;
+  for (int32_t i = 0; (isa = plait_isa_name(i)) != nullptr; i++) {
+    for (int round = 0; round < rounds && part != "plans"; round++) {
+      for (const Format &format : kFormats) check_matmul(isa, format);
+      check_rows(isa);
+      check_attention(isa);
+    }
+    if (part != "kernels") check_plans(isa, rounds);
+    printf("%s: %d rounds agree\n", isa, rounds);
+    fflush(stdout);
+  }
+  return 0;
+}

@@ -1,0 +1,46 @@
+// The process's worker threads.
+//
+// One pool per process, made when first needed (a forked child makes its own). Work comes in stages: a stage hands out
+// numbered items, the calling thread takes part, and the stage ends when every item is done. The caller waits only for
+// threads that hold an item: a worker that sleeps, or whose core somebody else has, costs nothing.
+//
+// Between the stages of a region workers spin, so that a stage starts in well under a microsecond; outside of regions
+// they sleep. Workers that are often thrown off their cores are left out for a while (see adapt in threads.cpp).
+#pragma once
+
+#include <stdint.h>
+
+namespace plait {
+
+// Calls work(context, item) once for every item in [0, items), on this thread and the workers, and returns when all are
+// done. Items are handed out one by one in ascending order, to whoever is free. One call at a time per process: a
+// second caller waits. From inside an item: runs the items on this thread alone.
+void parallel_for(int64_t items, void (*work)(void *context, int64_t item), void *context);
+
+template <class F>
+void parallel(int64_t items, const F &f) {
+  const auto work = [](void *context, int64_t item) { (*static_cast<const F *>(context))(item); };
+  parallel_for(items, work, const_cast<F *>(&f));
+}
+
+// Many stages in a row by one thread: keeps the workers awake, and other callers out, until it goes out of scope.
+// `parallel` inside it is a stage. Regions do not nest: an inner one does nothing.
+class ParallelRegion {
+ public:
+  ParallelRegion();
+  ~ParallelRegion();
+  ParallelRegion(const ParallelRegion &) = delete;
+  ParallelRegion &operator=(const ParallelRegion &) = delete;
+
+ private:
+  bool opened_;
+};
+
+// Number of the calling thread, for memory of its own: 0 for the caller of a stage, else 1 .. thread_count() - 1.
+int thread_number();
+// Threads that may take part in the present region (outside of one: in the next).
+int thread_count();
+// Upper limit of plait_set_threads.
+constexpr int kMaxThreads = 256;
+
+}  // namespace plait

@@ -1,0 +1,99 @@
+"""Log-probabilities of given tokens from a plain forward: the decoder's own, or the native plan's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from plait.errors import EngineError
+from plait.memory.layout import make_layout
+from plait.ops.step import Sequences, StepInputs
+
+if TYPE_CHECKING:
+    from plait.engine.loading import LoadedModel
+    from plait.model.decoder import Decoder
+
+# fp32 logits that exist at the same time, in numbers; the whole [tokens, vocabulary] matrix never does.
+LOGIT_NUMBERS = 1 << 24
+CHUNK_TOKENS = 512
+
+
+class Forward(Protocol):
+    """max_positions: the longest list of ids that it takes."""
+
+    max_positions: int
+
+    def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
+        """log p of each target given the fed ids up to and including the one in its place: the targets stand opposite
+        the last fed ids."""
+        ...
+
+
+class DecoderForward:
+    """The decoder's forward, without a cache."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.max_positions = decoder.config.max_positions
+
+    def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
+        import torch
+
+        decoder = self.decoder
+        wanted = torch.tensor(targets, device=decoder.device)
+        with torch.inference_mode():
+            hidden = decoder(torch.tensor(fed, device=decoder.device))[-len(targets) :]
+            rows = max(LOGIT_NUMBERS // decoder.config.vocab_size, 1)
+            parts = []
+            for start in range(0, len(targets), rows):
+                logits = decoder.logits(hidden[start : start + rows])
+                chosen = logits.gather(-1, wanted[start : start + rows, None]).squeeze(-1)
+                parts.append(chosen - logits.logsumexp(-1))
+            return torch.cat(parts).tolist()
+
+
+class PlanForward:
+    """The native plan over a small cache for one sequence of at most `window` ids, in chunks."""
+
+    def __init__(self, loaded: LoadedModel, window: int, kv_dtype: str) -> None:
+        from plait.engine.build import KV_DTYPES, make_executor
+
+        vocab_size = loaded.config.vocab_size
+        self.max_positions = loaded.config.max_positions
+        self.chunk = max(min(CHUNK_TOKENS, LOGIT_NUMBERS // vocab_size, window), 1)
+        layout = make_layout(loaded.config.caches(), KV_DTYPES[kv_dtype], window, self.chunk)
+        # Every group keeps all its blocks: a window of text is short, and blocks are only touched where they are used.
+        counts = [-(-window // group.block_tokens) for group in layout.groups]
+        self._table = np.zeros((len(counts), 1, max(counts)), np.int32)
+        first = 1
+        for g, count in enumerate(counts):
+            self._table[g, 0, :count] = np.arange(first, first + count)
+            first += count
+        self._executor: Any = make_executor(loaded, layout, first, self.chunk, kv_dtype)
+
+    def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
+        ids = np.asarray(fed, np.int32)
+        wanted = np.asarray(targets, np.int64)
+        scored_from = len(fed) - len(targets)
+        found: list[float] = []
+        for start in range(0, len(ids), self.chunk):
+            stop = min(start + self.chunk, len(ids))
+            rows = np.arange(max(scored_from, start), stop, dtype=np.int32) - start
+            sequences = Sequences(np.array([0, stop - start], np.int32), np.array([stop], np.int32), self._table)
+            inputs = StepInputs(sequences=sequences, logit_rows=rows)
+            result = self._executor.execute(ids[start:stop], inputs, logits=len(rows) > 0)
+            if len(rows):
+                found += _chosen(result.logits, wanted[start + rows[0] - scored_from : stop - scored_from])
+        return found
+
+
+def _chosen(logits: Any, wanted: Any) -> list[float]:
+    """log-softmax of each row [R, V] at its wanted id; the logits are used up."""
+    own = logits[np.arange(len(wanted)), wanted].astype(np.float64)
+    highest = logits.max(axis=1)
+    if not np.isfinite(highest).all():
+        raise EngineError("the model produced logits that are not finite (NaN or infinity)")
+    np.subtract(logits, highest[:, None], out=logits)
+    np.exp(logits, out=logits)
+    return (own - highest - np.log(logits.sum(axis=1, dtype=np.float64))).tolist()

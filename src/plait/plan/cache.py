@@ -1,0 +1,95 @@
+"""Packed weights and the recording on disk (plait.cachefile), keyed by the checkpoint's files. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import plait
+from plait import cachefile
+from plait.kernels.abi import ABI_VERSION
+from plait.ops.recording import FORMAT
+from plait.weights.arrange import LoadReport
+from plait.weights.pack import Packing
+from plait.weights.store import PackedWeight, WeightStore, packed_bytes
+
+KIND = "plan"
+# Of what an entry holds beside the weights. To be raised when its meaning changes.
+VERSION = 1
+# Files beside the tensors that decide what a model directory means.
+_BESIDE = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """What an entry gave. facts: as they were written; store: its weights are pages of the file."""
+
+    facts: dict[str, Any]
+    store: WeightStore
+
+
+def key(path: Path, dtype: str) -> dict[str, Any] | None:
+    """What an entry must have been written under to be used for these files now; None where they cannot be read."""
+    try:
+        files = cachefile.identity(model_files(path))
+    except OSError:
+        return None
+    return {
+        "kind": KIND,
+        "plait": plait.__version__,
+        "abi": ABI_VERSION,
+        "version": VERSION,
+        "recording": FORMAT,
+        "dtype": dtype,
+        "files": files,
+    }
+
+
+def model_files(path: Path) -> list[Path]:
+    """Every file that a checkpoint consists of, or that decides how it is read."""
+    if path.is_dir() or path.suffix == ".safetensors":
+        folder = path if path.is_dir() else path.parent
+        tensors = sorted(folder.glob("*.safetensors")) if path.is_dir() else [path]
+        return tensors + sorted(file for pattern in _BESIDE for file in folder.glob(pattern))
+    from plait.weights.gguf_reader import split_members
+
+    return split_members(path)
+
+
+def read(path: Path, dtype: str, key: Mapping[str, Any]) -> CachedModel | None:
+    """The packed form of a checkpoint, if an entry for these very files is there and whole."""
+    entry = cachefile.read(_name(path, dtype), key)
+    if entry is None:
+        return None
+    facts = entry.facts
+    weights = {}
+    for name, shape, layout in facts.pop("weights"):
+        data = entry.arrays[name]
+        if packed_bytes(layout, shape) != data.nbytes:
+            return None
+        weights[name] = PackedWeight(name, tuple(shape), layout, data)
+    return CachedModel(facts, WeightStore(weights, LoadReport(**facts.pop("report")), owner=entry))
+
+
+def write(
+    packing: Packing, dtype: str, threads: int | None, key: Mapping[str, Any], facts: Mapping[str, Any]
+) -> WeightStore:
+    """Pack into a new entry, one weight at a time, and map it. Raises OSError where that is not possible."""
+    path = packing.checkpoint.path
+    table = []
+    with cachefile.Writer(_name(path, dtype), packing.report.weight_bytes) as writer:
+        for weight in packing.weights(threads):
+            writer.add(weight.name, weight.data)
+            table.append([weight.name, weight.shape, weight.layout])
+        report = asdict(packing.report) | {"seconds": 0.0}
+        writer.commit(key, {**facts, "weights": table, "report": report})
+    found = read(path, dtype, key)
+    if found is None:
+        raise OSError("an entry that was just written is gone or damaged")
+    return found.store
+
+
+def _name(path: Path, dtype: str) -> str:
+    return cachefile.entry_name(KIND, path, dtype)

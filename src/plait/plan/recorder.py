@@ -1,0 +1,102 @@
+"""Records a model in a process of its own, with a stand-in for torch (plait.plan.shapes_only): torch's import takes
+seconds, its memory would stay, and recording needs no number. Meanwhile the calling process does its other work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.model.config import ModelConfig
+from plait.model.families import parse_config
+from plait.ops.recording import Recording
+from plait.plan import shapes_only
+
+
+def describe(config: ModelConfig) -> dict[str, Any]:
+    """A configuration as JSON: its config.json, and what its checkpoint said elsewhere."""
+    divisors = config.rotary[0].divisors
+    return {
+        "raw": dict(config.raw),
+        "tie_embeddings": config.tie_embeddings,
+        "divisors": None if divisors is None else list(divisors),
+    }
+
+
+def make_config(description: Mapping[str, Any], strict: bool = False) -> ModelConfig:
+    """The way back from `describe`. Raises ConfigError as the checkpoint itself would."""
+    config = replace(parse_config(description["raw"], strict), tie_embeddings=description["tie_embeddings"])
+    if description["divisors"] is not None:
+        first, *others = config.rotary
+        config = replace(config, rotary=(replace(first, divisors=tuple(description["divisors"])), *others))
+    return config
+
+
+def record_config(config: ModelConfig) -> Recording:
+    """The operations of a model of this configuration, from a decoder of shapes. Imports torch."""
+    from plait.model.decoder import build
+    from plait.model.record import record
+
+    return record(build(config, device="meta"))
+
+
+class Recorder:
+    """Begins to record when it is made; `result` waits for the end.
+
+    Where torch has been imported anyway, and where the other process fails, this one records. A context manager: the
+    process does not outlive it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._process = None if "torch" in sys.modules else _start(config)
+
+    def result(self) -> Recording:
+        """Raises what recording raises."""
+        if self._process is not None:
+            output, _ = self._process.communicate()
+            if self._process.returncode == 0:
+                return Recording.from_json(output)
+        return record_config(self._config)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def _start(config: ModelConfig) -> subprocess.Popen[str] | None:
+    root = str(Path(__file__).resolve().parents[2])
+    # The child finds the package where this process found it; -P keeps the working directory out of its path.
+    code = (
+        f"import sys; {root!r} in sys.path or sys.path.append({root!r}); from plait.plan.recorder import main; main()"
+    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(describe(config)))
+        process.stdin.close()
+        process.stdin = None
+    except OSError:
+        return None
+    return process
+
+
+def main() -> None:
+    """What the other process runs: a description on standard input becomes a recording on standard output."""
+    shapes_only.install()
+    config = make_config(json.load(sys.stdin))
+    sys.stdout.write(record_config(config).to_json())

@@ -1,0 +1,264 @@
+"""Packs weights for the native kernels: from the bytes of a checkpoint, without torch, or from a live decoder.
+
+Quantised tensors keep their blocks' own numbers; rows are reordered on the way where a name map says so. One tensor at
+a time: besides what is packed, memory holds at most one expanded tensor, and only for types that have no kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import WeightError
+from plait.kernels import abi
+from plait.kernels.native import usable_cpus
+from plait.weights.arrange import (
+    DTYPES,
+    PLAIN_FORMATS,
+    LoadReport,
+    arrange,
+    dtype_name,
+    exact_dtype,
+    settle_dtype,
+    settle_head,
+)
+from plait.weights.checkpoint import Checkpoint
+from plait.weights.mapping import Part, Plan
+from plait.weights.numbers import float32_rows, stored_row_bytes
+from plait.weights.store import VECTOR, PackedWeight, WeightStore, aligned_bytes, need_library, packed_bytes
+
+if TYPE_CHECKING:
+    from plait.model.decoder import Decoder
+
+Shapes = Mapping[str, tuple[int, ...]]
+# Where a packed weight is to lie: the bytes wanted -> that many, beginning at a multiple of 64.
+Allocate = Callable[[int], NDArray[np.uint8]]
+
+FLOAT_LAYOUTS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+# What a tensor becomes whose format has no kernel.
+_SUBSTITUTE = "BF16"
+_NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A checkpoint that is ready to be packed: every weight's place is known, no tensor has been read."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    shapes: Shapes
+    layouts: Mapping[str, str]
+    report: LoadReport
+
+    def sizes(self) -> dict[str, int]:
+        """Packed bytes of every weight, in the order of `weights`."""
+        names = [part.name for assignment in self.plan.assignments for part in assignment.parts]
+        return {name: packed_bytes(self.layouts[name], self.shapes[name]) for name in names}
+
+    def weights(self, threads: int | None = None, allocate: Allocate = aligned_bytes) -> Iterator[PackedWeight]:
+        """Every weight, packed, one after the other; the file's pages of each are given back as it is done."""
+        source = self.checkpoint.source
+        count = usable_cpus() if threads is None else threads
+        for assignment in self.plan.assignments:
+            raw, storage = source.raw(assignment.file), source.info(assignment.file).format
+            info = source.info(assignment.file)
+            matrix = len(info.shape) == 2
+            if not matrix or assignment.offset or storage not in abi.LAYOUTS:
+                values = float32_rows(source, assignment.file)
+                if assignment.offset:
+                    values += np.float32(assignment.offset)
+                raw, storage = values.reshape(-1).view(np.uint8), "F32"
+                size = values.shape[1] * 4 if matrix else 4
+            else:
+                size = stored_row_bytes(info)
+            for part in assignment.parts:
+                yield self._pack(part, raw, storage, size, count, allocate)
+            del raw
+            source.release(assignment.file)
+
+    def _pack(
+        self, part: Part, raw: NDArray[np.uint8], storage: str, size: int, threads: int, allocate: Allocate
+    ) -> PackedWeight:
+        shape, layout = self.shapes[part.name], self.layouts[part.name]
+        data = allocate(packed_bytes(layout, shape))
+        if layout == VECTOR:
+            values = raw.view(np.float32)
+            data.view(np.float32)[:] = values if part.rows is None else values[part.rows]
+        else:
+            if raw.ctypes.data % 4:  # a safetensors file may put its data anywhere
+                raw = raw.copy()
+            pack_rows(part.name, storage, layout, raw.ctypes.data, size, part.rows, shape, data, threads)
+        return PackedWeight(part.name, shape, layout, data)
+
+
+def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped: list[str]) -> Packing:
+    """Decide every weight's layout. shapes: the parameters'; dropped: heads that `settle_head` left out.
+
+    dtype: "auto" keeps weights as stored, "fp32", "bf16" and "fp16" expand or round all matrices. Raises WeightError
+    for tensors that do not fit, UsageError for a dtype that does not exist.
+    """
+    need_library()
+    name, notes = settle_dtype(dtype, checkpoint.config)
+    report = LoadReport(str(checkpoint.path), checkpoint.format, "", notes=notes)
+    plan = arrange(checkpoint, shapes, dropped, report)
+    layouts = {}
+    for assignment in plan.assignments:
+        storage = checkpoint.source.info(assignment.file).format
+        for part in assignment.parts:
+            layouts[part.name] = choose_layout(storage, len(shapes[part.name]), name)
+    report.expanded, report.expanded_to = _expanded(checkpoint, plan, layouts)
+    packing = Packing(checkpoint, plan, shapes, layouts, report)
+    sizes = packing.sizes()
+    report.weight_bytes = sum(sizes.values())
+    report.parameters = checkpoint.config.param_counts()["total"]
+    report.dtype = describe_layouts(layouts, sizes)
+    report.exact = exact_dtype(report.formats, name)
+    return packing
+
+
+def choose_layout(storage: str, num_axes: int, dtype: str) -> str:
+    """The layout of a weight that a file stores as `storage`; dtype: "auto", "fp32", "bf16" or "fp16"."""
+    if num_axes == 1:
+        return VECTOR
+    if dtype != "auto":
+        return FLOAT_LAYOUTS[dtype]
+    if storage in abi.LAYOUTS:
+        return storage
+    return "F32" if storage in PLAIN_FORMATS or (storage[0] in "IU" and storage[1:].isdigit()) else _SUBSTITUTE
+
+
+def describe_layouts(layouts: Mapping[str, str], sizes: Mapping[str, int]) -> str:
+    """The layouts of the matrices, the one with the most bytes first: "Q4_K, Q6_K"."""
+    by_layout: Counter[str] = Counter()
+    for name, layout in layouts.items():
+        if layout != VECTOR:
+            by_layout[_NAMES.get(layout, layout)] += sizes[name]
+    return ", ".join(name for name, _ in by_layout.most_common())
+
+
+def _expanded(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) -> tuple[dict[str, int], str]:
+    """Tensors by format that are no longer kept as they were stored, and the layout that they have."""
+    counts: Counter[str] = Counter()
+    targets = set()
+    for assignment in plan.assignments:
+        storage, layout = checkpoint.source.info(assignment.file).format, layouts[assignment.parts[0].name]
+        if storage not in PLAIN_FORMATS and layout not in (storage, VECTOR):
+            counts[storage] += 1
+            targets.add(_NAMES[layout])
+    return dict(counts), " and ".join(sorted(targets))
+
+
+def pack_rows(
+    name: str,
+    storage: str,
+    layout: str,
+    address: int,
+    row_bytes: int,
+    rows: NDArray[np.int64] | None,
+    shape: tuple[int, ...],
+    out: NDArray[np.uint8],
+    threads: int,
+) -> None:
+    """Pack a matrix whose rows lie `row_bytes` apart from `address` on, in the order `rows` (None: as they lie)."""
+    index = None if rows is None else np.ascontiguousarray(rows, np.int64)
+    status = need_library().functions.plait_pack(
+        abi.LAYOUTS[storage],
+        abi.LAYOUTS[layout],
+        address,
+        row_bytes,
+        None if index is None else index.ctypes.data,
+        shape[0],
+        shape[1],
+        out.ctypes.data,
+        threads,
+    )
+    if status != 0:
+        raise WeightError(f"{name}: a matrix of shape {shape} stored as {storage} cannot be packed as {layout}")
+
+
+def pack_checkpoint(
+    checkpoint: Checkpoint, dtype: object = "auto", threads: int | None = None, shapes: Shapes | None = None
+) -> WeightStore:
+    """All weights of a checkpoint, packed in memory; the store's `report` says what was done.
+
+    dtype: see `plan_packing`. threads: default all that may be used. shapes: of the parameters; default those that the
+    configuration makes (which needs torch). Settles the head first, which may untie the checkpoint's configuration.
+    Raises WeightError, ConfigError, UsageError, or NativeLibraryError where there is no native library.
+    """
+    start = time.perf_counter()
+    dropped = settle_head(checkpoint)
+    packing = plan_packing(checkpoint, parameter_shapes(checkpoint) if shapes is None else shapes, dtype, dropped)
+    store = WeightStore({weight.name: weight for weight in packing.weights(threads)}, report=packing.report)
+    packing.report.seconds = time.perf_counter() - start
+    return store
+
+
+def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of the decoder's parameters, by building it without numbers: imports torch."""
+    from plait.model.decoder import build
+
+    decoder = build(checkpoint.config, device="meta")
+    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+def pack_decoder(decoder: Decoder, dtype: object = None, store: WeightStore | None = None) -> WeightStore:
+    """The parameters of a live decoder, packed as they are now.
+
+    dtype: of the matrices, "fp32", "bf16" or "fp16"; None keeps the parameters' own. store: what an earlier call gave;
+    it is filled anew in its standing buffers (its version grows) and returned. The store's `report` has bytes and time.
+    Raises WeightError where the decoder's shapes are no longer those of the store.
+    """
+    start = time.perf_counter()
+    name = dtype_name(dtype)
+    parameters: dict[str, Any] = dict(decoder.named_parameters())
+    if store is None:
+        layouts = {key: _parameter_layout(p, name) for key, p in parameters.items()}
+        weights = {
+            key: PackedWeight(key, tuple(p.shape), layouts[key], aligned_bytes(packed_bytes(layouts[key], p.shape)))
+            for key, p in parameters.items()
+        }
+        store = WeightStore(weights, report=LoadReport(str(decoder.source or decoder.config.model_type), "live", ""))
+    elif {key: tuple(p.shape) for key, p in parameters.items()} != {key: w.shape for key, w in store.items()}:
+        raise WeightError("the decoder's parameters are no longer those that were packed: build a new engine")
+    for key, parameter in parameters.items():
+        _pack_parameter(parameter, store[key])
+    store.renew()
+    report = store.report
+    report.parameters = decoder.param_counts()["total"]
+    report.weight_bytes = store.nbytes
+    report.exact = (
+        "float32"
+        if name == "auto" and len({p.dtype for p in parameters.values()}) > 1
+        else DTYPES[_NAMES[_parameter_layout(decoder.model.embed_tokens.weight, name)]]
+    )
+    report.dtype = describe_layouts({k: w.layout for k, w in store.items()}, {k: w.nbytes for k, w in store.items()})
+    report.seconds = time.perf_counter() - start
+    return store
+
+
+def _parameter_layout(parameter: Any, dtype: str) -> str:
+    own = str(parameter.dtype).removeprefix("torch.")
+    kept = {"bfloat16": "BF16", "float16": "F16"}.get(own, "F32")
+    return choose_layout(kept, parameter.ndim, dtype)
+
+
+def _pack_parameter(parameter: Any, weight: PackedWeight) -> None:
+    tensor = parameter.detach().cpu()
+    kinds = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    storage = kinds.get(str(tensor.dtype).removeprefix("torch."))
+    if storage is None or weight.layout == VECTOR:
+        tensor, storage = tensor.float(), "F32"
+    tensor = tensor.contiguous()
+    if weight.layout == VECTOR:
+        weight.vector()[:] = tensor.numpy()
+        return
+    size = tensor.shape[1] * tensor.element_size()
+    pack_rows(
+        weight.name, storage, weight.layout, tensor.data_ptr(), size, None, weight.shape, weight.data, usable_cpus()
+    )

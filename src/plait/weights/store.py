@@ -1,0 +1,149 @@
+"""Weights as the native kernels read them: packed matrices and float32 vectors by parameter name. No torch.
+
+A store replaces a decoder's parameters: names are the decoder's own (`model.layers.0.attention.q.weight`, ...), values
+are exactly the checkpoint's, the layout is that of csrc/plait_native.h. Two names may share one weight (a tied head).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import WeightError
+from plait.kernels import abi
+from plait.kernels.native import NativeLibrary, NativeLibraryError, library, reason
+
+VECTOR = "VECTOR"
+_ALIGNMENT = 64
+# Rows unpacked at a time by `expand`: the ids and nothing else is held besides the result.
+_EXPAND_ROWS = 4096
+
+
+def need_library() -> NativeLibrary:
+    """The native library; NativeLibraryError with the reason where there is none."""
+    native = library()
+    if native is None:
+        raise NativeLibraryError(f"packed weights need the native library, which is not in use: {reason()}")
+    return native
+
+
+def packed_bytes(layout: str, shape: Sequence[int]) -> int:
+    """Bytes of a weight of this shape in a layout. WeightError where its columns do not divide into blocks."""
+    if layout == VECTOR:
+        return 4 * int(shape[0])
+    rows, cols = shape
+    size = need_library().functions.plait_packed_bytes(abi.LAYOUTS[layout], rows, cols)
+    if size < 0:
+        raise WeightError(f"a matrix of shape {tuple(shape)} cannot be packed as {layout}")
+    return int(size)
+
+
+def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """uint8 [nbytes], uninitialised, beginning at a multiple of 64."""
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """One weight. shape: the parameter's, [rows, cols] or [n]; layout: a key of abi.LAYOUTS, or "VECTOR" (float32).
+
+    data: uint8 [packed bytes], beginning at a multiple of 64; it may be pages of a file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    data: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed numbers."""
+        return int(self.data.nbytes)
+
+    def matrix(self) -> abi.Matrix:
+        """The descriptor for the library; a vector is one row. `data` must outlive it."""
+        rows, cols = self.shape if len(self.shape) == 2 else (1, self.shape[0])
+        if self.layout == VECTOR:
+            return abi.Matrix(abi.LAYOUT_VECTOR, 0, 1, cols, self.nbytes, self.data.ctypes.data)
+        panels = -(-rows // abi.PANEL_ROWS)
+        panel_bytes = self.nbytes // panels if panels else 0
+        return abi.Matrix(abi.LAYOUTS[self.layout], 0, rows, cols, panel_bytes, self.data.ctypes.data)
+
+    def vector(self) -> NDArray[np.float32]:
+        """A vector's numbers, float32 [n], a view."""
+        if self.layout != VECTOR:
+            raise WeightError(f"{self.name} is a matrix of layout {self.layout}, not a vector")
+        return self.data.view(np.float32)
+
+    def rows(self, ids: NDArray[np.integer] | Sequence[int]) -> NDArray[np.float32]:
+        """Rows of a matrix, float32 [len(ids), cols]. WeightError for an id out of range."""
+        wanted = np.ascontiguousarray(ids, np.int32)
+        out = np.empty((len(wanted), self.shape[1]), np.float32)
+        functions = need_library().functions
+        matrix = self.matrix()
+        if functions.plait_unpack_rows(
+            ctypes.byref(matrix), wanted.ctypes.data, len(wanted), out.ctypes.data, out.shape[1]
+        ):
+            raise WeightError(f"{self.name}: a row out of range of {self.shape[0]}, or an unknown layout")
+        return out
+
+    def expand(self) -> NDArray[np.float32]:
+        """All numbers in the parameter's shape, float32, a copy."""
+        if self.layout == VECTOR:
+            return self.vector().copy()
+        out = np.empty(self.shape, np.float32)
+        for first in range(0, self.shape[0], _EXPAND_ROWS):
+            last = min(first + _EXPAND_ROWS, self.shape[0])
+            out[first:last] = self.rows(np.arange(first, last, dtype=np.int32))
+        return out
+
+
+class WeightStore(Mapping[str, PackedWeight]):
+    """Packed weights by parameter name. version: grows by one whenever numbers change (`renew`).
+
+    report: what packing did, a plait.weights.arrange.LoadReport. owner: what keeps the memory of weights alive that are
+    views (a mapped file).
+    """
+
+    def __init__(self, weights: Mapping[str, PackedWeight], report: Any = None, owner: Any = None) -> None:
+        self._weights = dict(weights)
+        self._owner = owner
+        self.report = report
+        self.version = 0
+
+    def __getitem__(self, name: str) -> PackedWeight:
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; one that has two names counts once."""
+        return sum(data.nbytes for data in {id(w.data): w.data for w in self._weights.values()}.values())
+
+    def expand(self, name: str) -> NDArray[np.float32]:
+        """A weight's numbers in the parameter's shape, float32."""
+        return self[name].expand()
+
+    def layouts(self) -> dict[str, int]:
+        """Matrices by layout, for people; vectors and second names are not counted."""
+        counts: dict[str, int] = {}
+        for weight in {id(w.data): w for w in self._weights.values()}.values():
+            if weight.layout != VECTOR:
+                counts[weight.layout] = counts.get(weight.layout, 0) + 1
+        return counts
+
+    def renew(self) -> None:
+        """The numbers in the standing buffers have changed."""
+        self.version += 1

@@ -1,0 +1,46 @@
+"""KL, top-1 and negative log-likelihood against torch's own, on random logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from plait.bench.accuracy import REFERENCE, compare_sides, distances
+
+
+def test_distances_are_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(130, 300, generator=generator) * 4
+    q = p + torch.randn(130, 300, generator=generator)
+    targets = torch.randint(0, 300, (130,), generator=generator)
+    found = distances(p.numpy(), q.numpy(), targets.numpy())
+    log_p, log_q = torch.log_softmax(p.double(), -1), torch.log_softmax(q.double(), -1)
+    kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    nll = torch.nn.functional.cross_entropy(q.double(), targets, reduction="none")
+    assert np.allclose(found.kl, kl.numpy(), rtol=1e-9, atol=1e-12)
+    assert np.allclose(found.nll, nll.numpy(), rtol=1e-9)
+    assert found.equal_top == (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert 0 < sum(found.equal_top) < 130
+
+
+def test_a_wider_vocabulary_is_cut() -> None:
+    logits = np.random.default_rng(0).normal(size=(5, 10)).astype(np.float32)
+    padded = np.concatenate([logits, np.full((5, 3), 50, np.float32)], axis=1)
+    assert distances(logits, padded, np.arange(5)).kl == pytest.approx([0.0] * 5, abs=1e-12)
+
+
+def test_sides_are_compared_on_the_same_windows() -> None:
+    def logits(tokens: list[int], shift: float) -> np.ndarray:
+        table = np.random.default_rng(3).normal(size=(20, 20)).astype(np.float32)
+        table[:, 0] += shift
+        return table[tokens[:-1]]
+
+    found = compare_sides(
+        lambda tokens: logits(tokens, 0),
+        {"same": lambda t: logits(t, 0), "other": lambda t: logits(t, 1)},
+        [[1, 2, 3], [4, 5]],
+    )
+    assert [len(d.kl) for d in found["same"]] == [2, 1]
+    assert max(found["same"][0].kl) < 1e-12 < min(found["other"][0].kl)
+    assert found[REFERENCE][0].nll == found["same"][0].nll

@@ -1,0 +1,107 @@
+"""Each measurement on a tiny model: what it reports is the measured engine's, and the arithmetic around it is right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.bench.coldstart import first_output
+from plait.bench.costs import Costs, measure_costs
+from plait.bench.sides import OurSide
+from plait.bench.speed import measure_batch, measure_decode, measure_prefill, python_share
+from plait.errors import PlaitError
+from tests.threads import one_thread  # noqa: F401 (a fixture)
+from tests.tiny import tiny_config, tiny_model_dir
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REFERENCE: dict[str, Any] = {"plan": "reference", "dtype": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("models"))
+
+
+def test_our_side_gives_what_llm_gives(model: Path) -> None:
+    side = OurSide(model, context=64, sequences=3, threads=1, **REFERENCE)
+    prompts = [[5, 6, 7], [8, 9, 10], [70, 71, 72]]
+    llm = plait.LLM(model, max_model_len=64, **REFERENCE)
+    params = plait.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = [r.outputs[0].token_ids for r in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
+    timing = side.complete(prompts[0], 5)
+    assert timing.tokens == list(expected[0]) and timing.prompt_s > 0 and timing.decode_s > 0
+    together = side.batch(prompts, 6)
+    assert together.tokens == [list(tokens) for tokens in expected]
+    assert len(together.step_times) == 6
+    assert all(0 < compute <= whole for whole, compute in together.step_times)
+    assert sum(whole for whole, _ in together.step_times) <= together.seconds
+
+
+def test_our_logits_are_the_decoders(model: Path) -> None:
+    import torch
+
+    side = OurSide(model, context=200, threads=1, max_batched_tokens=64, **REFERENCE)
+    tokens = [(i * 37) % 250 for i in range(150)]  # three steps
+    found = side.logits(tokens)
+    decoder = plait.load(model, dtype="fp32")
+    with torch.inference_mode():
+        expected = decoder.logits(decoder(torch.tensor(tokens[:-1]))).numpy()
+    assert found.shape == expected.shape
+    assert abs(found - expected).max() < 1e-4
+
+
+def test_costs_are_those_of_the_parameters() -> None:
+    decoder = plait.from_config(tiny_config())
+    side = OurSide(decoder, context=64, threads=1, plan="reference")
+    costs = measure_costs(side.bundle)
+    embedding = 259 * 48
+    parameters = sum(p.numel() for p in decoder.parameters())
+    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim == 2)
+    assert costs.weight_bytes == 4 * (parameters - embedding)  # rows of the embedding are not all read
+    assert costs.operations() == matrices - embedding
+    assert costs.head == ("F32", embedding)
+    # 3 layers, 2 heads of keys and values of width 12, fp32
+    assert costs.bytes_read(10) - costs.weight_bytes == 10 * 3 * 2 * 2 * 12 * 4
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    costs = Costs(weight_bytes=1000, caches=[(10, 0), (10, 24)])
+    assert costs.bytes_read(20) == 1000 + 200 + 200
+    assert costs.bytes_read(100) == 1000 + 1000 + 240
+
+
+def test_python_share() -> None:
+    found = python_share([(1.0, 0.98)] * 98 + [(1.0, 0.5)] * 2)
+    assert found["Python's share of a step"] == "p50 2.0%, p99 50.0%"
+    assert python_share([]) == {}
+
+
+def test_speeds_without_a_peer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.bench.speed.read_rate", lambda num_bytes, threads: 1e9)
+    monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: 1e9)
+    common: dict[str, Any] = {"rounds": 2, "threads": 1, "options": REFERENCE}
+    ticks: list[int] = []
+    decode = measure_decode(model, [], contexts=(8, 20), new_tokens=3, advance=lambda: ticks.append(1), **common)
+    assert [row["task"] for row in decode["rows"]] == ["decode after 8 tokens", "decode after 20 tokens"]
+    assert len(ticks) == 2 * 2 * 3  # contexts, ours and the limit, rounds with the warm one
+    weights = decode["rows"][0]["details"]["MB read per token"] * 1e6
+    assert decode["rows"][0]["limit"]["value"] == pytest.approx(1e9 / weights, rel=1e-3)
+    prefill = measure_prefill(model, [], lengths=(40,), **common)
+    assert prefill["rows"][0]["sides"]["plait"]["median"] > 0
+    batch = measure_batch(model, [], requests=(2, 3), prompt_tokens=8, new_tokens=4, **common)
+    assert [row["task"] for row in batch["rows"]] == ["2 requests", "3 requests"]
+    for report in (decode, prefill, batch):
+        assert report["settings"]["plan"].startswith("reference plan, weights float32")
+        assert all(len(row["sides"]["plait"]["values"]) == 2 for row in report["rows"])
+
+
+def test_first_output_is_timed_to_the_first_byte_and_keeps_the_rest() -> None:
+    code = "import sys, time; print('ab', end='', flush=True); time.sleep(0.5); print('c')"
+    seconds, text = first_output([sys.executable, "-S", "-c", code], {})
+    assert text == "abc" and seconds < 0.45
+    with pytest.raises(PlaitError, match="no luck"):
+        first_output([sys.executable, "-S", "-c", "raise SystemExit('no luck')"], {})

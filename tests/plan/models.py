@@ -1,0 +1,143 @@
+"""Decoders and stand-in weight stores for the tests of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plait.memory.layout import CacheLayout, make_layout
+from plait.model.decoder import Decoder, from_config
+from plait.ops.recording import Recording, Value, WeightRef
+from plait.ops.spec import LayerCache
+from plait.ops.symbolic import Recorder
+from tests.configs import CONFIGS
+from tests.parity.cases import CASES
+
+# Every configuration of the parity tests, and those that the recording tests use.
+ALL = {str(case): {"initializer_range": 0.15, **case.raw} for case in CASES} | CONFIGS
+
+
+def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, all marked slow but for some."""
+    return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight that says it is packed; for lowering and the numpy model, which need no library."""
+
+    name: str
+    numbers: np.ndarray
+    layout: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def expand(self) -> np.ndarray:
+        return self.numbers
+
+
+def plain_store(decoder: Decoder, layout: str | Callable[[str], str] = "F32") -> dict[str, PlainWeight]:
+    """layout: of the matrices, or a function of their names."""
+    store = {}
+    for name, parameter in decoder.named_parameters():
+        form = layout if isinstance(layout, str) else layout(name)
+        store[name] = PlainWeight(name, parameter.detach().numpy(), form if parameter.ndim == 2 else "VECTOR")
+    return store
+
+
+def quantised_store(decoder: Decoder, form: str | Callable[[str], str]):
+    """A packed store of the decoder's weights as GGUF's reference rounds them; the decoder is given those numbers.
+
+    form: the quantised layout of the matrices, or a function of their names; "F32" leaves one as it is.
+    """
+    store = packed({name: p.detach() for name, p in decoder.named_parameters()}, form)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(torch.from_numpy(store.expand(name)))
+    return store
+
+
+def packed(tensors: dict[str, torch.Tensor], form: str | Callable[[str], str] = "F32"):
+    """A packed store of tensors. form: the layout of the matrices, or a function of their names."""
+    from gguf import GGMLQuantizationType, quantize
+
+    from plait.weights.pack import pack_rows
+    from plait.weights.store import PackedWeight, WeightStore, aligned_bytes, packed_bytes
+
+    weights = {}
+    for name, tensor in tensors.items():
+        layout = "VECTOR" if tensor.ndim == 1 else form if isinstance(form, str) else form(name)
+        shape, numbers = tuple(tensor.shape), tensor.numpy()
+        data = aligned_bytes(packed_bytes(layout, shape))
+        weights[name] = PackedWeight(name, shape, layout, data)
+        if layout == "VECTOR":
+            weights[name].vector()[:] = numbers
+        else:
+            raw = np.ascontiguousarray(quantize(numbers, GGMLQuantizationType[layout]))
+            pack_rows(name, layout, layout, raw.ctypes.data, raw.strides[0], None, shape, data, 1)
+    return WeightStore(weights)
+
+
+def make(raw: dict, seed: int = 3) -> Decoder:
+    """A decoder whose norms and biases are not the identity either, so that a dropped one shows."""
+    decoder = from_config(raw, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return decoder
+
+
+def layout_of(decoder: Decoder, bytes_per_number: int = 4) -> CacheLayout:
+    """Blocks of 16 tokens for the widest layers, so that half of one, which narrower layers are cut by, is 8."""
+    return make_layout(decoder.config.caches(), bytes_per_number, context_tokens=384, chunk_tokens=384)
+
+
+def every_attribute() -> tuple[Recording, dict[str, torch.Tensor]]:
+    """A recording in which every attribute of every operation has an uncommon value, and its weights.
+
+    One layer with two key/value heads of width 6, windowed.
+    """
+    generator = torch.Generator().manual_seed(5)
+    weights: dict[str, torch.Tensor] = {}
+
+    def weight(*shape: int) -> WeightRef:
+        name = f"w{len(weights)}"
+        weights[name] = torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 3)
+        return WeightRef(name, shape, "float32")
+
+    r = Recorder({})
+    ids, positions = r.input("ids", Value(("N",), "i64")), r.input("positions", Value(("N",), "i64"))
+    rows = r.input("logit_rows", Value(("R",), "i64"))
+    x = r.emit("embed", (ids,), (weight(50, 24),), scale=1.7, round_scale=False)
+    angles = r.emit("positions", (positions,), inv_freq=[0.9, 0.13], magnitude=1.2)
+    y = r.emit("rms_norm", (x,), (weight(24),), eps=0.1, unit_offset=True, fp32_weight=True)
+    q, k, v = (r.emit("linear", (y,), (weight(n, 24), weight(n))) for n in (24, 12, 12))
+    q, k, v = (r.emit("view", (s,), tail=(h, 6), drop=1) for s, h in ((q, 4), (k, 2), (v, 2)))
+    q = r.emit("head_norm", (q,), (weight(6),), eps=0.2, unit_offset=True, fp32_weight=False)
+    k = r.emit("layer_norm", (k,), (weight(6), weight(6)), eps=0.3)
+    q = r.emit("rotate", (q, angles), width=4, pairing="adjacent")
+    k = r.emit("rotate", (k, angles), width=4, pairing="halves")
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "key_width": 6, "value_width": 6}
+    a = r.emit("attend", (q, k, v), layer=0, spec={**sizes, "scale": 0.8, "window": 5, "soft_cap": 1.5})
+    a = r.emit("view", (a,), tail=(24,), drop=2)
+    a = r.emit("scale", (a,), factor=-1.3)
+    a = r.emit("add", (x, r.emit("linear", (a,), (weight(24, 24), weight(24)))))
+    a = r.emit("layer_norm", (a,), (None, None), eps=0.05)
+    b = r.emit("gate", (a, r.emit("clip", (a,), limit=0.7)), kind="gelu")
+    b = r.emit("gate", (r.emit("linear", (b,), (weight(40, 24), weight(40))),) * 2, kind="sigmoid")
+    b = r.emit("activate", (r.emit("linear", (b,), (weight(20, 40), None)),), kind="relu_squared")
+    b = r.emit("soft_cap", (r.emit("linear", (b,), (weight(24, 20), None)),), limit=2.5)
+    hidden = r.emit("add", (r.emit("rms_norm", (b,), (None,), eps=0.5, unit_offset=False, fp32_weight=False), a))
+    logits = r.emit("logits", (r.emit("select_rows", (hidden, rows)),), (weight(50, 24),))
+    logits = r.emit("soft_cap", (logits,), limit=3.5)
+    caches = (LayerCache(2, 6, 6, 5),)
+    return r.recording({"hidden": hidden, "logits": logits}, caches), weights
