@@ -165,7 +165,7 @@ typedef struct PlaitStep {
   int32_t table_width;          // B
   int32_t num_copies;           // C
   const int32_t *token_ids;     // [N]
-  const int32_t *positions;     // [N]
+  const int32_t *positions;     // [N], NULL: where the tokens stand in their sequences
   const int32_t *query_start;   // [S + 1]
   const int32_t *context_len;   // [S]
   const int32_t *block_table;   // [G, S, B]
@@ -173,7 +173,7 @@ typedef struct PlaitStep {
   const int32_t *logit_rows;    // [R] flat token rows
   float *logits;                // [R, V], NULL where nobody wants them
   int32_t *best_ids;            // [R] arg-max over the first `sampled_ids` columns, lowest id on ties
-  float *best_values;           // [R] its logit; NaN where any of the row's logits is NaN
+  float *best_values;           // [R] its logit; NaN where any of those logits is NaN
   float *hidden;                // [N, D] after the final norm, or NULL
 } PlaitStep;
 
@@ -318,7 +318,7 @@ PLAIT_API int32_t plait_sample(const float *logits, int64_t stride, int64_t rows
 // ---------------------------------------------------------------------------------------------------------------
 // Physical limits, measured (plait bench limits)
 
-// Bytes per second of reading `bytes` once per round with `threads` threads, best of `rounds`.
+// Bytes per second of reading `bytes` once per round with `threads` threads, median of `rounds`.
 PLAIT_API double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds);
 // Multiply-adds per second of the best kernel for a packed layout on a product that stays in cache.
 PLAIT_API double plait_measure_matmul(int32_t layout, int32_t threads, double seconds);

@@ -519,6 +519,7 @@ PlaitPlan *plait_plan_create(const PlaitPlanSpec *spec) try {
   PlaitTopology topology;
   plan->l2_bytes = plait_topology("", &topology) == 0 && topology.l2_bytes > 0 ? topology.l2_bytes : 512 << 10;
   plan->owner.resize(plan->max_tokens);
+  plan->positions.resize(plan->max_tokens);
   plan->stage_seconds.resize(plan->stages.size());
   if (!plait::reserve_scratch(plan.get(), plait::thread_count())) return fail("no memory for scratch"), nullptr;
   return plan.release();
@@ -537,7 +538,7 @@ void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer) {
 int64_t plait_plan_bytes(const PlaitPlan *plan) {
   int64_t bytes = plan->arena.bytes() + plan->scratch.bytes();
   for (const plait::Attention &attention : plan->attentions) bytes += attention.work.bytes();
-  return bytes + int64_t(plan->best.size() * sizeof(plait::Best) + plan->owner.size() * sizeof(int32_t));
+  return bytes + int64_t(plan->best.size() * sizeof(plait::Best) + 2 * plan->owner.size() * sizeof(int32_t));
 }
 
 void plait_plan_profile(PlaitPlan *plan, int32_t on, double *seconds) {

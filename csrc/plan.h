@@ -80,6 +80,7 @@ struct PlaitPlan {
   int scratch_threads = 0;
   int64_t l2_bytes = 0;
   std::vector<int32_t> owner;         // [max_tokens] sequence of a token of the present step
+  std::vector<int32_t> positions;     // [max_tokens] where the caller gives none
   std::vector<plait::Best> best;      // [threads][max_rows]
   std::vector<double> stage_seconds;  // [stages]
   bool profiling = false;

@@ -96,6 +96,7 @@ class Run {
   PlaitPlan &plan_;
   const PlaitStep &step_;
   const Kernels &kernels_;
+  const int32_t *const positions_ = step_.positions != nullptr ? step_.positions : plan_.positions.data();
   const int threads_ = thread_count();
 };
 
@@ -159,6 +160,11 @@ int Run::check() {
 void Run::begin() {
   for (int32_t q = 0; q < step_.num_sequences; q++)
     std::fill(plan_.owner.begin() + step_.query_start[q], plan_.owner.begin() + step_.query_start[q + 1], q);
+  if (step_.positions == nullptr) {
+    for (int32_t q = 0; q < step_.num_sequences; q++)
+      for (int32_t t = step_.query_start[q]; t < step_.query_start[q + 1]; t++)
+        plan_.positions[t] = step_.context_len[q] - step_.query_start[q + 1] + t;
+  }
   for (Attention &attention : plan_.attentions) cut_attention(step_, attention.layer, threads_, &attention.work);
 }
 
@@ -220,7 +226,7 @@ void Run::row_op(const PlaitOp &op, int64_t row0, int64_t row1) {
   for (int k = 0; k < 6; k++) w[k] = op.w[k] < 0 ? nullptr : &plan_.matrices[op.w[k]];
   const int64_t width = plan_.buffers[op.out[0]].width;
   const int32_t *numbers = op.kind == PLAIT_OP_EMBED ? step_.token_ids
-                           : op.kind == PLAIT_OP_POSITIONS ? step_.positions
+                           : op.kind == PLAIT_OP_POSITIONS ? positions_
                                                            : nullptr;
   for (int64_t r = row0; r < row1; r++) {
     const float *in[3];

@@ -468,7 +468,7 @@ static void corrections(const uint8_t *x, int64_t blocks, int32_t *out) {
 template <class F>
 static void matmul_quantised(const MatmulArgs &args, int64_t panel0, int64_t panel1, int64_t token0, int64_t token1) {
   // As many tokens as stay in the first cache beside a panel; one panel's blocks in pieces that do too.
-  constexpr int kTokens = 48, kChunk = 16, kCorrections = kMaxQuantisedCols / 32;
+  constexpr int kTokens = 24, kChunk = 16, kCorrections = kMaxQuantisedCols / 32;
   constexpr bool corrects = kNeedsCorrection && F::kKind == kPlain;
   const PlaitMatrix &matrix = *args.matrix;
   const int64_t blocks = matrix.cols / 32;

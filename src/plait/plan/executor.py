@@ -61,6 +61,7 @@ class NativeExecutor:
         self._build(store)
         self._logits = np.empty((0, self.vocab_size), np.float32)
         self._hidden: NDArray[np.float32] | None = None
+        self._addresses = _Addresses()
         self._best_ids = np.zeros(self.max_rows, np.int32)
         self._best_values = np.zeros(self.max_rows, np.float32)
 
@@ -123,12 +124,14 @@ class NativeExecutor:
                 raise UsageError(f"the native plan takes no {name}")
         ids = _int32(token_ids)
         rows = _int32(inputs.logit_rows)
-        positions = _int32(sequences.positions() if inputs.positions is None else inputs.positions)
+        plan, host_ops = self._with_hidden() if hidden else (self.plan, self._host)
+        positions = None  # the library counts them
+        if inputs.positions is not None or plan.lowered.host_ops:
+            positions = _int32(sequences.positions() if inputs.positions is None else inputs.positions)
         start, context = _int32(sequences.query_start), _int32(sequences.context_len)
         table, copies = _int32(sequences.block_table), _int32(sequences.copies)
         self._check(ids, positions, start, context, table, copies)
         n, r = len(ids), len(rows)
-        plan, host_ops = self._with_hidden() if hidden else (self.plan, self._host)
         logits_out = hidden_out = None
         if logits:
             self._logits = logits_out = _room(self._logits, r, self.vocab_size)
@@ -137,6 +140,7 @@ class NativeExecutor:
             self._hidden = hidden_out = _room(self._hidden, n, plan.lowered.hidden_size)
             hidden_out = hidden_out[:n]
         best_ids, best_values = self._best_ids[:r], self._best_values[:r]
+        address = self._addresses.of
         step = abi.Step(
             n,
             len(context),
@@ -144,16 +148,16 @@ class NativeExecutor:
             table.shape[0],
             table.shape[2],
             len(copies),
-            ids.ctypes.data,
-            positions.ctypes.data,
-            start.ctypes.data,
-            context.ctypes.data,
-            table.ctypes.data,
-            copies.ctypes.data,
-            rows.ctypes.data,
+            address("ids", ids),
+            None if positions is None else address("positions", positions),
+            address("start", start),
+            address("context", context),
+            address("table", table),
+            address("copies", copies) if len(copies) else None,
+            address("rows", rows),
             None if logits_out is None else logits_out.ctypes.data,
-            best_ids.ctypes.data,
-            best_values.ctypes.data,
+            address("best_ids", self._best_ids),
+            address("best_values", self._best_values),
             None if hidden_out is None else hidden_out.ctypes.data,
         )
 
@@ -177,7 +181,7 @@ class NativeExecutor:
     def _check(
         self,
         ids: NDArray[np.int32],
-        positions: NDArray[np.int32],
+        positions: NDArray[np.int32] | None,
         start: NDArray[np.int32],
         context: NDArray[np.int32],
         table: NDArray[np.int32],
@@ -185,8 +189,10 @@ class NativeExecutor:
     ) -> None:
         """The shapes that the library takes for granted; it checks what the numbers point to itself."""
         n, s = len(ids), len(context)
-        if table.shape[:2] != (len(self.layout.groups), s) or start.shape != (s + 1,) or positions.shape != (n,):
-            raise EngineError(f"a step of {n} tokens, {s} sequences: table {table.shape}, positions {positions.shape}")
+        if table.shape[:2] != (len(self.layout.groups), s) or start.shape != (s + 1,):
+            raise EngineError(f"a step of {n} tokens, {s} sequences: table {table.shape}, bounds {start.shape}")
+        if positions is not None and positions.shape != (n,):
+            raise EngineError(f"a step of {n} tokens with positions {positions.shape}")
         if copies.shape[1:] != (2,) or context.ndim != 1:
             raise EngineError(f"a step with copies {copies.shape} and context lengths {context.shape}")
 
@@ -217,5 +223,21 @@ def _room(array: NDArray[np.float32] | None, rows: int, width: int) -> NDArray[n
     return array if array is not None and len(array) >= rows else np.empty((rows, width), np.float32)
 
 
+class _Addresses:
+    """Addresses of arrays by what they are for. Most arrays of a step are those of the step before, and asking NumPy
+    for an address takes longer than comparing two objects."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[NDArray[Any], int]] = {}
+
+    def of(self, name: str, array: NDArray[Any]) -> int:
+        known = self._known.get(name)
+        if known is None or known[0] is not array:  # the array is kept, so that no other one gets its place
+            known = self._known[name] = (array, array.ctypes.data)
+        return known[1]
+
+
 def _int32(array: Any) -> NDArray[np.int32]:
+    if type(array) is np.ndarray and array.dtype == np.int32 and array.flags.c_contiguous:
+        return array
     return np.ascontiguousarray(array, np.int32)
