@@ -1,6 +1,4 @@
 // Attention and the writing of keys and values alone, for tests and measurements.
-#include <new>
-
 #include "attend_stage.h"
 
 namespace {
@@ -40,7 +38,7 @@ int32_t plait_write_kv(const char *isa, const PlaitCache *cache, const int32_t *
 
 int32_t plait_attend(const char *isa, const PlaitCache *cache, const int32_t *table, int64_t first, int64_t tokens,
                      int32_t heads, float scale, float soft_cap, int32_t window, const float *sinks, const float *q,
-                     float *out) {
+                     float *out) try {
   const plait::Kernels *kernels = plait::find_kernels(isa);
   if (check(kernels, cache, table, first, tokens) != 0) return -1;
   if (heads <= 0 || heads % cache->num_kv_heads || window < 0 || soft_cap < 0)
@@ -66,14 +64,12 @@ int32_t plait_attend(const char *isa, const PlaitCache *cache, const int32_t *ta
   layer.q_stride = int64_t(heads) * cache->key_width;
   layer.out = out;
   layer.out_stride = heads * plait::value_width(*cache);
-  try {
-    plait::AttendWork work;
-    plait::cut_attention(step, layer, kCutThreads, &work);
-    std::vector<float> scratch(plait::attend_item_scratch(layer));
-    for (int64_t i = 0; i < int64_t(work.items.size()); i++)
-      plait::run_attend_item(*kernels, layer, step, work, i, scratch.data());
-  } catch (const std::bad_alloc &) {
-    return plait::fail("not enough memory");
-  }
+  plait::AttendWork work;
+  plait::cut_attention(step, layer, kCutThreads, &work);
+  std::vector<float> scratch(plait::attend_item_scratch(layer));
+  for (int64_t i = 0; i < int64_t(work.items.size()); i++)
+    plait::run_attend_item(*kernels, layer, step, work, i, scratch.data());
   return 0;
+} catch (...) {
+  return plait::fail_with_exception();
 }

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -35,7 +34,7 @@ int32_t plait_quantise(const char *isa, const float *x, int64_t x_stride, int64_
   return 0;
 }
 
-double plait_measure_matmul(int32_t layout, int32_t threads, double seconds) {
+double plait_measure_matmul(int32_t layout, int32_t threads, double seconds) try {
   const Kernels *kernels = find_kernels(nullptr);
   // 64 KB to 256 KB of weights and as many tokens as keep the unpacking cheap: everything stays in the second level.
   constexpr int64_t rows = 128, cols = 512, tokens = 48;
@@ -47,7 +46,18 @@ double plait_measure_matmul(int32_t layout, int32_t threads, double seconds) {
     const int64_t x_bytes = is_quantised(layout) ? plait_quantised_row_bytes(cols) : cols * 4;
     void *weights = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     void *records = aligned_alloc(64, (size_t)(tokens * x_bytes));
-    std::vector<float> x(cols), out(rows * tokens);
+    std::vector<float> x, out;
+    try {
+      x.resize(cols);
+      out.resize(rows * tokens);
+    } catch (const std::exception &) {
+    }
+    if (weights == nullptr || records == nullptr || x.empty() || out.empty()) {  // no memory: the others go on
+      free(weights);
+      free(records);
+      waiting--;
+      return;
+    }
     // Any bits do for weights as long as no scale is a NaN or a subnormal number: 0x2a.. is a half near 0.05.
     memset(weights, 0x2a, (size_t)bytes);
     for (int64_t t = 0; t < tokens; t++) {
@@ -77,7 +87,7 @@ double plait_measure_matmul(int32_t layout, int32_t threads, double seconds) {
   std::vector<std::thread> helpers;
   try {
     for (int32_t i = 1; i < threads; i++) helpers.emplace_back(work, (size_t)i);
-  } catch (const std::system_error &) {  // fewer threads than asked for
+  } catch (const std::exception &) {  // fewer threads than asked for
     waiting -= threads - 1 - (int)helpers.size();
   }
   work(0);
@@ -85,4 +95,7 @@ double plait_measure_matmul(int32_t layout, int32_t threads, double seconds) {
   double total = 0;
   for (double rate : rates) total += rate;
   return total;
+} catch (...) {
+  fail_with_exception();
+  return 0;
 }

@@ -45,13 +45,13 @@ AttendArgs arguments(const AttendLayer &layer, const PlaitStep &step, const Atte
   return args;
 }
 
-}  // namespace
+int64_t partial_size(const PlaitCache &cache) { return kPartialHead + value_width(cache); }
 
-int64_t attend_partial(const PlaitCache &cache) { return 2 + value_width(cache); }
+}  // namespace
 
 int64_t attend_scratch(const PlaitCache &cache) {
   // Scaled queries, scores, and two partials of every row.
-  return kAttendRows * (cache.key_width + (kAttendChunk + 16) + 2 * attend_partial(cache));
+  return kAttendRows * (cache.key_width + kScoreStride + 2 * partial_size(cache));
 }
 
 int64_t attend_item_scratch(const AttendLayer &layer) {
@@ -86,7 +86,7 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
     const AttendItem item = items[i];
     const int32_t chunks = int32_t((item.key1 - item.key0 + kAttendChunk - 1) / kAttendChunk);
     if (chunks < 2 || cost(item, group) * kItemsPerThread * threads <= total) continue;
-    const int64_t stride = (item.t1 - item.t0) * group * attend_partial(layer.cache);
+    const int64_t stride = (item.t1 - item.t0) * group * partial_size(layer.cache);
     for (int32_t chunk = 0; chunk < chunks; chunk++) {
       AttendItem part = item;
       part.key0 = item.key0 + chunk * int32_t(kAttendChunk);

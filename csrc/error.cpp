@@ -2,6 +2,9 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#include <exception>
+#include <new>
+
 #include "kernels/kernels.h"
 
 namespace {
@@ -14,6 +17,18 @@ int plait::fail(const char *format, ...) {
   vsnprintf(last_error, sizeof last_error, format, arguments);
   va_end(arguments);
   return -1;
+}
+
+int plait::fail_with_exception() {
+  try {
+    throw;
+  } catch (const std::bad_alloc &) {
+    return fail("not enough memory");
+  } catch (const std::exception &exception) {
+    return fail("%s", exception.what());
+  } catch (...) {
+    return fail("an unknown exception");
+  }
 }
 
 const char *plait_last_error(void) { return last_error; }

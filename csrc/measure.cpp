@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <system_error>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -57,7 +57,7 @@ double seconds() {
 
 }  // namespace
 
-double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds) {
+double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds) try {
   if (threads <= 0) threads = plait_threads();
   if (threads < 1 || threads > 1024 || rounds < 1 || bytes < 256 * threads) {
     plait::fail("nothing to measure: %lld bytes, %d threads, %d rounds", static_cast<long long>(bytes), threads,
@@ -67,13 +67,14 @@ double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds) {
   const int64_t part = bytes / threads / 256 * 256;
   constexpr size_t kHugePage = size_t(2) << 20;
   const size_t size = (static_cast<size_t>(part) * threads + kHugePage - 1) / kHugePage * kHugePage;
-  uint8_t *buffer = static_cast<uint8_t *>(aligned_alloc(kHugePage, size));
+  const std::unique_ptr<uint8_t, decltype(&free)> memory(static_cast<uint8_t *>(aligned_alloc(kHugePage, size)), free);
+  uint8_t *buffer = memory.get();
   if (buffer == nullptr) {
     plait::fail("no memory for %zu bytes to read", size);
     return 0;
   }
 #if defined(__linux__)
-  madvise(buffer, size, MADV_HUGEPAGE);  // as the weights are kept; a kernel without them says no, which is fine
+  madvise(buffer, size, MADV_HUGEPAGE);  // the most that memory gives; a kernel without them says no, which is fine
 #endif
 
   struct Times {
@@ -104,12 +105,11 @@ double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds) {
   try {
     for (int i = 1; i < threads; i++) others.emplace_back(work, i);
     go = 1;
-  } catch (const std::system_error &) {
+  } catch (const std::exception &) {
     go = -1;
   }
   work(0);
   for (std::thread &other : others) other.join();
-  free(buffer);
   if (go.load() < 0) {
     plait::fail("%d threads could not be started", threads);
     return 0;
@@ -128,4 +128,7 @@ double plait_measure_read(int64_t bytes, int32_t threads, int32_t rounds) {
   }
   std::sort(rates.begin(), rates.end());
   return rates[rates.size() / 2];
+} catch (...) {
+  plait::fail_with_exception();
+  return 0;
 }

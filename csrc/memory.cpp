@@ -25,8 +25,10 @@ int64_t machine_available_bytes(const std::string &root) {
 
 }  // namespace
 
-int64_t plait_available_memory_bytes(const char *root) {
+int64_t plait_available_memory_bytes(const char *root) try {
   const int64_t machine = machine_available_bytes(root);
   if (machine < 0) return -1;
   return std::min(machine, plait::cgroup_free_memory_bytes(root).value_or(machine));
+} catch (...) {
+  return -1;
 }

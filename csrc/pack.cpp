@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include <atomic>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -191,6 +190,7 @@ const Kernels &any_kernels() {
 }
 
 struct Packing {
+  const Kernels &kernels;
   int32_t format, layout;
   const uint8_t *source;
   int64_t row_bytes;
@@ -216,7 +216,7 @@ struct Packing {
       if (is_quantised(format)) {
         pack_quantised(format, row, lanes, cols, own_panel);
         const PlaitMatrix matrix = {format, 0, lanes, cols, format_bytes, own_panel};
-        for (int lane = 0; lane < lanes; lane++) any_kernels().unpack_row(matrix, lane, floats + lane * cols);
+        for (int lane = 0; lane < lanes; lane++) kernels.unpack_row(matrix, lane, floats + lane * cols);
       } else {
         for (int lane = 0; lane < lanes; lane++) read_floats(format, row[lane], cols, floats + lane * cols);
       }
@@ -243,7 +243,7 @@ int64_t plait_quantised_row_bytes(int64_t cols) {
 }
 
 int32_t plait_pack(int32_t format, int32_t layout, const void *source, int64_t source_row_bytes,
-                   const int64_t *row_index, int64_t rows, int64_t cols, void *out, int32_t threads) {
+                   const int64_t *row_index, int64_t rows, int64_t cols, void *out, int32_t threads) try {
   if (!known(format) || !known(layout)) return fail("cannot pack format %d into layout %d", format, layout);
   if (is_quantised(layout) && format != layout)
     return fail("cannot pack format %d into layout %d: nothing is quantised here", format, layout);
@@ -255,7 +255,7 @@ int32_t plait_pack(int32_t format, int32_t layout, const void *source, int64_t s
     for (int64_t r = 0; r < rows; r++)
       if (row_index[r] < 0) return fail("row index %lld is negative", (long long)row_index[r]);
 
-  const Packing job = {format, layout, static_cast<const uint8_t *>(source), source_row_bytes,
+  const Packing job = {any_kernels(), format, layout, static_cast<const uint8_t *>(source), source_row_bytes,
                        row_index, rows, cols, panel_bytes(format, cols), panel_bytes(layout, cols),
                        static_cast<uint8_t *>(out)};
   const bool expands = format != layout;
@@ -284,11 +284,13 @@ int32_t plait_pack(int32_t format, int32_t layout, const void *source, int64_t s
   const int64_t most = (panels + step - 1) / step;
   try {
     for (int64_t i = 1; i < threads && i < most; i++) helpers.emplace_back(work);
-  } catch (const std::system_error &) {  // the system gives no more threads: those that there are do the work
+  } catch (const std::exception &) {  // the system gives no more threads: those that there are do the work
   }
   work();
   for (std::thread &helper : helpers) helper.join();
   return failed ? fail("no memory for packing") : 0;
+} catch (...) {
+  return fail_with_exception();
 }
 
 int32_t plait_unpack_rows(const PlaitMatrix *matrix, const int32_t *ids, int64_t count, float *out,

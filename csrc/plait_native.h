@@ -1,7 +1,7 @@
 // The C interface of plait's native library: the one header that Python's loader mirrors.
 //
-// Plain C types only, no exceptions across the border. Change
-// PLAIT_ABI_VERSION whenever a signature or a struct changes: the loader refuses any other number.
+// Plain C types only, no exceptions across the border. Change PLAIT_ABI_VERSION whenever a signature, a struct or the
+// meaning of an argument changes: the loader refuses any other number.
 #pragma once
 
 #include <stdint.h>
@@ -12,7 +12,7 @@
 #define PLAIT_API __attribute__((visibility("default")))
 #endif
 
-#define PLAIT_ABI_VERSION 2
+#define PLAIT_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -122,14 +122,15 @@ PLAIT_API int32_t plait_unpack_rows(const PlaitMatrix *matrix, const int32_t *id
 //
 // One row of `cols` (a multiple of 32) floats becomes one record of plait_quantised_row_bytes(cols) bytes:
 //   int8 q[cols], f32 scale[cols / 32], f32 sum[cols / 16], padded to 64 bytes
-// with, per block of 32, scale = max|x| / 127, q = rint(x * (127 / max|x|)) (0 where max|x| is 0), and per half
-// block of 16 sum = scale * (sum of q). A block with a NaN or an infinity has scale NaN: it must not get lost.
+// with, per block of 32, scale = max|x| / 127, q = rint(x * (127 / max|x|)) (both 0 where max|x| < 2^-119),
+// and per half block of 16 sum = scale * (sum of q). A block with a NaN or an infinity has scale NaN: it must not get
+// lost.
 PLAIT_API int64_t plait_quantised_row_bytes(int64_t cols);
 
 // ---------------------------------------------------------------------------------------------------------------
 // Instruction sets
 //
-// Name of the kernels in use ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"; on ARM "portable" or "neon"):
+// Name of the kernels in use ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"):
 // the best that this CPU runs, or PLAIT_ISA. NULL with PLAIT_ISA set to what this CPU cannot run or what is unknown.
 PLAIT_API const char *plait_isa(void);
 // Name of the i-th set that this build has and this CPU can run, worst first; NULL past the last.
@@ -148,7 +149,8 @@ PLAIT_API int32_t plait_quantise(const char *isa, const float *x, int64_t x_stri
                                  void *out);
 // One row operation on `rows` rows that lie without gaps; kind, i and f of `op` count (see plan), and op->i[6] = numbers
 // in a row for the operations that do not say it themselves. weights: those of op->w (6), in[0] of EMBED: int32 ids,
-// of POSITIONS: int32 positions, out[0] of QUANTISE: records. out[0] may be in[0] or in[1].
+// of POSITIONS: int32 positions, out[0] of QUANTISE: records. out[0] may be in[0] or in[1] (not of QUANTISE, and not
+// the angles of ROTATE), else it lies apart from both.
 struct PlaitOp;
 PLAIT_API int32_t plait_row_op(const char *isa, const struct PlaitOp *op, const float *const *in, float *const *out,
                                const PlaitMatrix *const *weights, const float *table, int64_t rows);
@@ -278,8 +280,9 @@ typedef struct PlaitPlan PlaitPlan;
 PLAIT_API PlaitPlan *plait_plan_create(const PlaitPlanSpec *spec);
 PLAIT_API void plait_plan_destroy(PlaitPlan *plan);
 // Runs from operation `from` (0 = the copies too) to the end or to the next PLAIT_OP_HOST. Returns the number of
-// operations when done, the index of the host operation that is due, or -1 (plait_last_error). Plans of one process run
-// one at a time.
+// operations when done, the index of the host operation that is due, or -1 (plait_last_error). Calls of one process run
+// one at a time; a step, from 0 to the end, belongs to one caller. A fork waits for the calls of other threads to return,
+// so that the child can use its copy of the plan.
 PLAIT_API int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t from);
 // Address of a buffer's first row, for host operations.
 PLAIT_API void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer);
@@ -289,7 +292,8 @@ PLAIT_API int64_t plait_plan_bytes(const PlaitPlan *plan);
 // on its first operation); enable with on = 1 (costs a clock reading per stage).
 PLAIT_API void plait_plan_profile(PlaitPlan *plan, int32_t on, double *seconds);
 
-// The process's worker threads. threads: 0 = all that may be used. Takes effect before the next parallel work.
+// The process's worker threads. threads: 0 = one for each core that may be used. Takes effect before the next parallel
+// work.
 PLAIT_API int32_t plait_set_threads(int32_t threads);
 PLAIT_API int32_t plait_threads(void);
 // What went wrong in this thread's last call that failed.
@@ -300,7 +304,7 @@ PLAIT_API const char *plait_last_error(void);
 
 // One row's way from logits to a token. Order: temperature, min-p, top-k, typical-p, top-p, XTC, draw.
 typedef struct PlaitSampling {
-  double temperature;  // 0 = greedy; negative: this row is not asked for, its id stays as it is
+  double temperature;  // 0 (and below 3e-39) = greedy; negative: this row is not asked for, its id stays as it is
   double min_p, typical_p, top_p;
   double xtc_probability, xtc_threshold;
   double u, coin;      // uniform numbers of this draw

@@ -85,7 +85,8 @@ class Checker {
       case PLAIT_OP_ROTATE:
         if (op.i[0] < 1 || op.i[2] < 2 || op.i[2] % 2 != 0 || op.i[2] > op.i[1])
           return wrong("%d of a width of %d cannot rotate", op.i[2], op.i[1]);
-        return map(int64_t{op.i[0]} * op.i[1], 1) && in(1, PLAIT_KIND_F32, out_rows(), op.i[2]);
+        if (!map(int64_t{op.i[0]} * op.i[1], 1) || !in(1, PLAIT_KIND_F32, out_rows(), op.i[2])) return false;
+        return !overlap(op.out[0], op.in[1]) || wrong("the angles (buffer %d) are written over", op.in[1]);
       case PLAIT_OP_WRITE_KV: {
         if (!cache(op.i[0])) return false;
         const PlaitCache &cache = plan_.caches[op.i[0]];
@@ -119,7 +120,7 @@ class Checker {
       case PLAIT_OP_QUANTISE:
         return is_buffer(op.out[0], "output") &&
                out(0, PLAIT_KIND_Q8, out_rows(), buffer(op.out[0]).width) &&
-               in(0, PLAIT_KIND_F32, out_rows(), buffer(op.out[0]).width);
+               in(0, PLAIT_KIND_F32, out_rows(), buffer(op.out[0]).width) && apart();
       case PLAIT_OP_SELECT_ROWS:
         return is_buffer(op.in[0], "input") && is_buffer(op.out[0], "output") &&
                in(0, buffer(op.in[0]).kind, PLAIT_ROWS_TOKENS, buffer(op.in[0]).width) &&
@@ -274,12 +275,15 @@ class Checker {
     const int32_t kind = buffer(op_->out[k]).kind;
     return out(k, kind == PLAIT_KIND_Q8 ? PLAIT_KIND_Q8 : PLAIT_KIND_F32, rows, width);
   }
-  // `inputs` inputs of the output's rows and width; width -1: any.
+  // `inputs` inputs of the output's rows and width, each in its place or apart; width -1: any.
   bool map(int64_t width, int32_t inputs) const {
     if (!is_buffer(op_->out[0], "output")) return false;
     if (width < 0) width = buffer(op_->out[0]).width;
-    for (int32_t k = 0; k < inputs; k++)
+    for (int32_t k = 0; k < inputs; k++) {
       if (!in(k, PLAIT_KIND_F32, out_rows(), width)) return false;
+      if (overlap(op_->out[0], op_->in[k]) && !same_place(op_->out[0], op_->in[k]))
+        return wrong("output (buffer %d) and input (buffer %d) overlap", op_->out[0], op_->in[k]);
+    }
     return out(0, PLAIT_KIND_F32, out_rows(), width);
   }
   bool matrix(int32_t k) const {
@@ -484,8 +488,9 @@ int build_stages(PlaitPlan *plan, int32_t num_table_floats) {
 
 bool reserve_scratch(PlaitPlan *plan, int threads) {
   if (threads <= plan->scratch_threads) return true;
-  if (!plan->scratch.reserve(plan->thread_scratch * threads)) return false;
+  plan->scratch_threads = 0;  // until both are there
   plan->best.resize(size_t(threads) * plan->max_rows);
+  if (!plan->scratch.reserve(plan->thread_scratch * threads)) return false;
   plan->scratch_threads = threads;
   return true;
 }
@@ -521,10 +526,10 @@ PlaitPlan *plait_plan_create(const PlaitPlanSpec *spec) try {
   plan->owner.resize(plan->max_tokens);
   plan->positions.resize(plan->max_tokens);
   plan->stage_seconds.resize(plan->stages.size());
-  if (!plait::reserve_scratch(plan.get(), plait::thread_count())) return fail("no memory for scratch"), nullptr;
+  if (!plait::reserve_scratch(plan.get(), plait::thread_limit())) return fail("no memory for scratch"), nullptr;
   return plan.release();
-} catch (const std::bad_alloc &) {
-  plait::fail("no memory for the plan");
+} catch (...) {
+  plait::fail_with_exception();
   return nullptr;
 }
 
@@ -538,15 +543,18 @@ void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer) {
 int64_t plait_plan_bytes(const PlaitPlan *plan) {
   int64_t bytes = plan->arena.bytes() + plan->scratch.bytes();
   for (const plait::Attention &attention : plan->attentions) bytes += attention.work.bytes();
-  return bytes + int64_t(plan->best.size() * sizeof(plait::Best) + 2 * plan->owner.size() * sizeof(int32_t));
+  return bytes + int64_t(plan->best.size() * sizeof(plait::Best) +
+                         (plan->owner.size() + plan->positions.size()) * sizeof(int32_t));
 }
 
-void plait_plan_profile(PlaitPlan *plan, int32_t on, double *seconds) {
-  std::lock_guard<std::mutex> lock(plan->running);
+void plait_plan_profile(PlaitPlan *plan, int32_t on, double *seconds) try {
+  plait::ParallelRegion region;  // no step runs meanwhile
   if (seconds != nullptr) std::fill(seconds, seconds + plan->ops.size(), 0.0);
   for (size_t s = 0; s < plan->stages.size(); s++) {
     if (seconds != nullptr) seconds[plan->stages[s].first] = plan->stage_seconds[s];
     plan->stage_seconds[s] = 0;
   }
   plan->profiling = on != 0;
+} catch (...) {
+  plait::fail_with_exception();
 }

@@ -3,7 +3,6 @@
 // plan.cpp makes plans (and refuses those that do not hold together), plan_run.cpp runs them.
 #pragma once
 
-#include <mutex>
 #include <vector>
 
 #include "attend_stage.h"
@@ -62,6 +61,7 @@ constexpr int64_t kLogitPanels = 8, kLogitRows = 32;
 
 }  // namespace plait
 
+// What changes after its making belongs to the thread that has a ParallelRegion.
 struct PlaitPlan {
   const plait::Kernels *kernels = nullptr;
   std::vector<PlaitOp> ops;
@@ -81,10 +81,9 @@ struct PlaitPlan {
   int64_t l2_bytes = 0;
   std::vector<int32_t> owner;         // [max_tokens] sequence of a token of the present step
   std::vector<int32_t> positions;     // [max_tokens] where the caller gives none
-  std::vector<plait::Best> best;      // [threads][max_rows]
+  std::vector<plait::Best> best;      // [scratch_threads][max_rows]
   std::vector<double> stage_seconds;  // [stages]
   bool profiling = false;
-  std::mutex running;
 
   uint8_t *at(int32_t buffer) const { return arena.data() + buffers[buffer].offset; }
   float *row(int32_t buffer, int64_t r) const {
@@ -101,7 +100,7 @@ namespace plait {
 
 // Checks the copied specification and fills plan->stages; 0, or -1 after fail().
 int build_stages(PlaitPlan *plan, int32_t num_table_floats);
-// Memory for as many threads as may take part now; false where there is none.
+// Memory for threads of numbers below `threads` (see thread_limit); false where there is none.
 bool reserve_scratch(PlaitPlan *plan, int threads);
 
 }  // namespace plait

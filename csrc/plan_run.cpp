@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cmath>
 #include <initializer_list>
-#include <new>
 
 #include "plan.h"
 #include "rows.h"
@@ -23,7 +22,8 @@ constexpr double kReadRate = 10, kMacRate = 40;
 constexpr double kLeastItem = 2'000, kMostItem = 60'000;  // ns
 // Rows of less work than this stay with the caller.
 constexpr double kAlone = 4'000;  // ns
-// Tokens per item are a multiple of the register tiles of all kernels.
+// Tokens per item are a multiple of the register tiles of all kernels, and of the 24 that quantised products take at a
+// time.
 constexpr int64_t kTokenUnit = 48;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -362,10 +362,10 @@ void Run::attend(const PlaitOp &op, int32_t attention) {
 }
 
 void Run::select(const PlaitOp &op) {
-  const int64_t bytes = plan_.buffers[op.in[0]].row_bytes;
-  const int64_t least = std::min(bytes, plan_.buffers[op.out[0]].row_bytes);
+  const PlaitBuffer &out = plan_.buffers[op.out[0]];
+  const int64_t bytes = out.kind == PLAIT_KIND_Q8 ? plait_quantised_row_bytes(out.width) : 4 * int64_t{out.width};
   for (int64_t r = 0; r < step_.num_rows; r++)
-    memcpy(plan_.row(op.out[0], r), plan_.row(op.in[0], step_.logit_rows[r]), least);
+    memcpy(plan_.row(op.out[0], r), plan_.row(op.in[0], step_.logit_rows[r]), bytes);
 }
 
 void Run::logits(const PlaitOp &op) {
@@ -435,13 +435,13 @@ double seconds() {
 }
 
 int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
+  ParallelRegion region;  // the plan is this thread's alone
   const int32_t num_ops = static_cast<int32_t>(plan.ops.size());
   size_t s = 0;
   while (s < plan.stages.size() && plan.stages[s].first < from) s++;
   if (from < 0 || (s < plan.stages.size() ? plan.stages[s].first != from : from != num_ops))
     return fail("a plan of %d operations cannot be run from operation %d", num_ops, from);
-  ParallelRegion region;
-  if (!reserve_scratch(&plan, thread_count())) return fail("no memory for scratch");
+  if (!reserve_scratch(&plan, thread_limit())) return fail("no memory for scratch");
   Run run(plan, step);
   if (run.check() != 0) return -1;
   if (from == 0) {
@@ -465,8 +465,7 @@ int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
 }  // namespace plait
 
 int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t from) try {
-  std::lock_guard<std::mutex> lock(plan->running);
   return plait::run_from(*plan, *step, from);
-} catch (const std::bad_alloc &) {
-  return plait::fail("no memory for the step");
+} catch (...) {
+  return plait::fail_with_exception();
 }

@@ -104,8 +104,8 @@ class Row {
   int32_t token() {
     float highest;
     if (!f_.scan(x_, n_, s_.block_max.data, &highest) || !isfinite(highest)) return -1;
-    if (params_.temperature == 0) return first_of(highest);
     scale_ = {highest, (float)(1 / params_.temperature)};
+    if (!isfinite(scale_.factor)) return first_of(highest);  // 0, or so little that it is the same
     if (params_.min_p > 0) keep_above(highest + (float)(params_.temperature * log(params_.min_p)));
     if (params_.top_k > 0 && params_.top_k < left_.n) keep_k(params_.top_k);
     if (params_.typical_p < 1) keep_typical(params_.typical_p);
@@ -436,7 +436,7 @@ class Row {
 }  // namespace plait
 
 int32_t plait_sample(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const PlaitSampling *params,
-                     int32_t *ids) {
+                     int32_t *ids) try {
   using namespace plait;
   if (rows < 0 || vocab < 1 || vocab > INT32_MAX - 8 || stride < vocab) return fail("sample: bad arguments");
   std::atomic<bool> full{false};
@@ -450,4 +450,6 @@ int32_t plait_sample(const float *logits, int64_t stride, int64_t rows, int64_t 
     ids[r] = Row(logits + r * stride, vocab, params[r], scratch).token();
   });
   return full ? fail("sample: no memory for a row of %lld logits", (long long)vocab) : 0;
+} catch (...) {
+  return plait::fail_with_exception();
 }

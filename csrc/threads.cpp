@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <pthread.h>
@@ -32,6 +33,7 @@ constexpr int64_t kSpinBeforeYield = 50'000;  // ns
 // Contention is judged over this much time awake, and workers are left out for this long, doubling while it goes on.
 constexpr int64_t kWindow = 15'000'000, kFirstPenalty = 100'000'000, kLastPenalty = 1'600'000'000;  // ns
 constexpr int64_t kMaskInterval = 1'000'000'000;  // ns between looks at the affinity mask
+constexpr size_t kLeastStack = 1 << 20;           // bytes; musl gives 128 KB, a product may take 150
 constexpr size_t kLine = 128;                     // bytes; two cache lines, which x86 fetches together
 
 int64_t now() {
@@ -52,6 +54,10 @@ void pause() {
 unsigned float_mode() {
 #if defined(__SSE2__)
   return _mm_getcsr() & ~0x3fu;  // without the flags of what has happened
+#elif defined(__aarch64__)
+  uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return static_cast<unsigned>(mode);
 #else
   return 0;
 #endif
@@ -60,6 +66,8 @@ unsigned float_mode() {
 void set_float_mode(unsigned mode) {
 #if defined(__SSE2__)
   if (float_mode() != mode) _mm_setcsr(mode);
+#elif defined(__aarch64__)
+  if (float_mode() != mode) __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{mode}));
 #else
   (void)mode;
 #endif
@@ -131,11 +139,18 @@ std::vector<std::vector<int>> cores_of(const Mask &mask) {
 }
 #endif
 
+// CPUs that this process may keep busy.
+int usable_cpus() {
+  PlaitTopology topology;
+  if (plait_topology("", &topology) == 0) return topology.usable_cpus;
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
 // Threads worth having: the CPUs that may be used, one per core. A core's second thread shares the units that the
 // kernels keep busy, and takes them from the first when it spins.
 int useful_threads() {
   PlaitTopology topology;
-  if (plait_topology("", &topology) != 0) return 1;
+  if (plait_topology("", &topology) != 0) return std::min(usable_cpus(), kMaxThreads);
   return std::max(1, std::min({topology.usable_cpus, topology.physical_cores, kMaxThreads}));
 }
 
@@ -156,7 +171,10 @@ struct Worker {
 
 class Pool {
  public:
-  void open() {
+  Pool() { workers_.reserve(kMaxThreads); }  // so that a worker that runs is always in the list
+
+  // Throws nothing: the lock would stay.
+  void open() noexcept {
     turn_.lock();
     in_region = true;
     const int64_t time = now();
@@ -194,11 +212,19 @@ class Pool {
     done_.store(0, std::memory_order_relaxed);
     left_.store(items);
     if (sleepers_.load() > 0) wake();
-    run_items();
+    run_items(0);
     wait(items);
   }
 
   int threads() { return in_region ? threads_ : wanted(); }
+
+  // Threads that may hold an item, now or in the next region. A worker that was just left out, or is no longer wanted,
+  // may still take one: it asks team() and takes the item in two steps.
+  int limit() { return std::max(threads(), started_.load() + 1); }
+
+  // Keeps regions from being opened, and waits for the present one to end.
+  void stop() { turn_.lock(); }
+  void go_on() { turn_.unlock(); }
 
  private:
   // Workers that take part now, beside the caller.
@@ -214,9 +240,9 @@ class Pool {
 
   // Takes items until there are none, in ascending order. left_ may fall below 0 by one per thread; the next stage
   // sets it anew, and whoever counts it down after that holds an item of that stage.
-  void run_items() {
+  void run_items(int number) {
     in_item = true;
-    for (;;) {
+    while (number <= team()) {
       if (left_.load(std::memory_order_relaxed) <= 0) break;
       const int64_t left = left_.fetch_sub(1, std::memory_order_acq_rel);
       if (left <= 0) break;
@@ -261,7 +287,7 @@ class Pool {
       int64_t idle_since = now();
       for (int spins = 0;; spins++) {
         if (worker.number <= team() && left_.load(std::memory_order_relaxed) > 0) {
-          run_items();
+          run_items(worker.number);
           idle_since = now();
           if (idle_since - worker.time.since() > kWindow / 4) worker.time.add();
           spins = 0;
@@ -304,22 +330,29 @@ class Pool {
     if (time - looked_ > kMaskInterval) {
       looked_ = time;
       Mask mask;
-      if (read_mask(&mask) && !same_mask(mask, mask_)) {
+      if (!read_mask(&mask)) CPU_ZERO(&mask);  // more CPUs than it has bits: nobody is placed
+      if (usable_ == 0 || !same_mask(mask, mask_)) {
         mask_ = mask;
         useful_.store(useful_threads(), std::memory_order_relaxed);
-        cores_ = cores_of(mask);
-        PlaitTopology topology;
-        usable_ = plait_topology("", &topology) == 0 ? topology.usable_cpus : 1;
+        usable_ = usable_cpus();
+        crowded_.store(threads_ > usable_, std::memory_order_relaxed);
         placed_ = -1;
+        try {
+          cores_ = cores_of(mask);
+        } catch (const std::exception &) {  // no memory: nobody is placed
+          cores_.clear();
+        }
       }
     }
+#else
+    if (usable_ == 0) usable_ = usable_cpus();
 #endif
     const int threads = wanted();
     if (threads == threads_) return;
     while (static_cast<int>(workers_.size()) < threads - 1 && start_worker()) {
     }
     threads_ = std::min(threads, static_cast<int>(workers_.size()) + 1);
-    crowded_.store(threads_ > std::max(1, usable_), std::memory_order_relaxed);
+    crowded_.store(threads_ > usable_, std::memory_order_relaxed);
     placed_ = -1;
     set_team(threads_ - 1);
     judge_from_now(time);
@@ -333,18 +366,25 @@ class Pool {
     // Signals are for the threads of the program.
     sigset_t all, before;
     sigfillset(&all);
+    pthread_attr_t attributes;
+    size_t stack = 0;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (pthread_attr_getstacksize(&attributes, &stack) == 0 && stack < kLeastStack)
+      pthread_attr_setstacksize(&attributes, kLeastStack);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool started = pthread_create(&worker->thread, nullptr, worker_main, worker) == 0;
+    const bool started = pthread_create(&worker->thread, &attributes, worker_main, worker) == 0;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
     if (!started) {
       delete worker;
       return false;
     }
-    pthread_detach(worker->thread);
 #if defined(__linux__)
     pthread_setname_np(worker->thread, ("plait-" + std::to_string(worker->number)).c_str());
 #endif
     workers_.push_back(worker);
+    started_.store(worker->number);
     return true;
   }
 
@@ -439,8 +479,8 @@ class Pool {
   std::mutex turn_;
   std::vector<Worker *> workers_;
   int threads_ = 0;  // as wanted, the caller among them
-  std::atomic<int> useful_{0};
-  int usable_ = 1, placed_ = -1;
+  std::atomic<int> useful_{0}, started_{0};
+  int usable_ = 0, placed_ = -1;
   int64_t looked_ = -kMaskInterval - 1;
 #if defined(__linux__)
   Mask mask_{};
@@ -454,6 +494,16 @@ class Pool {
 
 std::atomic<Pool *> the_pool{nullptr};
 
+// A fork waits for the present region to end: no plan is in the middle of a step, and none is held.
+thread_local Pool *stopped = nullptr;
+void stop_regions() {
+  stopped = in_region ? nullptr : the_pool.load();
+  if (stopped != nullptr) stopped->stop();
+}
+void let_regions_go_on() {
+  if (stopped != nullptr) stopped->go_on();
+}
+
 // The child has none of the parent's threads, and locks as they happened to be: it starts with a new pool.
 void forget_pool() {
   the_pool.store(nullptr);
@@ -464,7 +514,7 @@ void forget_pool() {
 Pool &pool() {
   Pool *pool = the_pool.load(std::memory_order_acquire);
   if (pool != nullptr) return *pool;
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+  static const int registered = pthread_atfork(stop_regions, let_regions_go_on, forget_pool);
   (void)registered;
   Pool *made = new Pool;  // never deleted: its threads run until the process ends
   if (!the_pool.compare_exchange_strong(pool, made)) {
@@ -497,6 +547,8 @@ int thread_number() { return my_number; }
 
 int thread_count() { return pool().threads(); }
 
+int thread_limit() { return pool().limit(); }
+
 }  // namespace plait
 
 int32_t plait_set_threads(int32_t threads) {
@@ -506,4 +558,8 @@ int32_t plait_set_threads(int32_t threads) {
   return 0;
 }
 
-int32_t plait_threads(void) { return plait::thread_count(); }
+int32_t plait_threads(void) try {
+  return plait::thread_count();
+} catch (...) {
+  return plait::fail_with_exception();
+}

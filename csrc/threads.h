@@ -14,17 +14,18 @@ namespace plait {
 
 // Calls work(context, item) once for every item in [0, items), on this thread and the workers, and returns when all are
 // done. Items are handed out one by one in ascending order, to whoever is free. One call at a time per process: a
-// second caller waits. From inside an item: runs the items on this thread alone.
+// second caller waits. From inside an item: runs the items on this thread alone. Items must not throw.
 void parallel_for(int64_t items, void (*work)(void *context, int64_t item), void *context);
 
 template <class F>
 void parallel(int64_t items, const F &f) {
-  const auto work = [](void *context, int64_t item) { (*static_cast<const F *>(context))(item); };
+  const auto work = [](void *context, int64_t item) noexcept { (*static_cast<const F *>(context))(item); };
   parallel_for(items, work, const_cast<F *>(&f));
 }
 
 // Many stages in a row by one thread: keeps the workers awake, and other callers out, until it goes out of scope.
-// `parallel` inside it is a stage. Regions do not nest: an inner one does nothing.
+// `parallel` inside it is a stage. Regions do not nest: an inner one does nothing. A fork by another thread waits for
+// the region's end.
 class ParallelRegion {
  public:
   ParallelRegion();
@@ -36,10 +37,13 @@ class ParallelRegion {
   bool opened_;
 };
 
-// Number of the calling thread, for memory of its own: 0 for the caller of a stage, else 1 .. thread_count() - 1.
+// Number of the calling thread, for memory of its own: 0 for the caller of a stage, else 1 .. thread_limit() - 1.
 int thread_number();
-// Threads that may take part in the present region (outside of one: in the next).
+// Threads that are to take part in the present region (outside of one: in the next), to cut work for.
 int thread_count();
+// Threads that there are: in a region, no thread_number() reaches it. One that is no longer wanted may still be about
+// to take an item.
+int thread_limit();
 // Upper limit of plait_set_threads.
 constexpr int kMaxThreads = 256;
 

@@ -77,7 +77,7 @@ int count_numa_nodes(const std::string &node_directory, const std::vector<int> &
 
 }  // namespace
 
-int32_t plait_topology(const char *root, PlaitTopology *out) {
+int32_t plait_topology(const char *root, PlaitTopology *out) try {
   *out = PlaitTopology{};
 #if defined(__linux__)
   const std::string system = std::string(root) + "/sys/devices/system";
@@ -99,4 +99,6 @@ int32_t plait_topology(const char *root, PlaitTopology *out) {
   (void)root;
   return -1;
 #endif
+} catch (...) {
+  return -1;  // no memory: as where the system offers no such files
 }

@@ -1,9 +1,11 @@
 """Runs the benchmarks on the two real models and writes what they say to benchmarks/.
 
     python tools/run_benchmarks.py                   # both models, everything: half an hour to an hour on two cores
+    python tools/run_benchmarks.py --quick           # what matters most, three alternations: about twelve minutes
     python tools/run_benchmarks.py --only decode     # one measurement; the others' last results stay in the pages
     python tools/run_benchmarks.py --write-only      # the pages and the README's table once more from the results
 
+Flags that it does not know are handed to every `plait bench` that takes them, such as --threads 4.
 Each measurement is a `plait bench NAME --json` of its own. Its document is kept in benchmarks/results/, so that one can
 be repeated without the others; pages and the README's table are made of these files.
 """
@@ -22,8 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from plait.bench.report import page, summary_table  # noqa: E402
+from plait.bench.report import origins, page, summary_table  # noqa: E402
 from plait.bench.summary import significant  # noqa: E402
+from plait.cli.bench import NAMES  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"
 TABLE = re.compile(r"(<!-- benchmarks: begin -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
@@ -43,6 +46,25 @@ RUNS: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy", "MODEL", *LLAMA),
     "kv": ("kv", "MODEL"),
 }
+# The same of --quick, by model; a result takes the place of the full set's.
+Q4_0 = ("--peer-model", "Q4_0")
+THREE = ("--rounds", "3")
+QUICK: dict[str, dict[str, tuple[str, ...]]] = {
+    "smollm2-q4_1": {
+        "decode": ("decode", "MODEL", *LLAMA, *Q4_0, *THREE, "--context", "16,2048"),
+        "prefill": ("prefill", "MODEL", *LLAMA, *Q4_0, *THREE),
+        "batch": ("batch", "MODEL", *LLAMA, *Q4_0, *THREE, "--requests", "8,32"),
+        "coldstart": ("coldstart", "MODEL", *LLAMA, *THREE),
+        "memory": ("memory", "MODEL", *LLAMA),
+        "accuracy": ("accuracy", "MODEL", *LLAMA),
+    },
+    "gemma3-270m-q4_k_m": {
+        "decode": ("decode", "MODEL", *LLAMA, *THREE),
+        "prefill": ("prefill", "MODEL", *LLAMA, *THREE),
+        "accuracy": ("accuracy", "MODEL", *LLAMA),
+    },
+}
+MODELS = tuple(QUICK)
 # Rows of these come into the README.
 SHOWN = ("decode", "prefill", "batch", "coldstart", "memory")
 
@@ -54,7 +76,7 @@ def real_models() -> dict[str, Path]:
     from tests.real_models import gemma3_path, smollm2_path
 
     found = {}
-    for name, path in (("smollm2-q4_1", smollm2_path), ("gemma3-270m-q4_k_m", gemma3_path)):
+    for name, path in zip(MODELS, (smollm2_path, gemma3_path), strict=True):
         try:
             found[name] = path()
         except pytest.skip.Exception as reason:
@@ -62,10 +84,11 @@ def real_models() -> dict[str, Path]:
     return found
 
 
-def run(name: str, run_name: str, path: Path, extra: list[str]) -> None:
-    """One measurement into benchmarks/results/."""
-    words = [str(path) if word == "MODEL" else word for word in RUNS[run_name]]
-    print(f"== {name}: plait bench {' '.join(words[:1] + words[2:] + extra)}", flush=True)
+def run(name: str, run_name: str, words: tuple[str, ...], path: Path, extra: list[str]) -> None:
+    """One measurement into benchmarks/results/. words: after `plait bench`, MODEL among them."""
+    words = tuple(str(path) if word == "MODEL" else word for word in words)
+    extra = applicable(words[0], extra)
+    print(f"== {name}: plait bench {' '.join([words[0], *words[2:], *extra])}", flush=True)
     start = time.monotonic()
     command = [sys.executable, "-m", "plait.cli.main", "bench", *words, *extra, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -80,6 +103,17 @@ def run(name: str, run_name: str, path: Path, extra: list[str]) -> None:
     print(f"   ({significant(time.monotonic() - start, 3)} s)", flush=True)
 
 
+def applicable(bench: str, extra: list[str]) -> list[str]:
+    """Of further flags, each with one value, those that a benchmark takes. One that none takes ends the program."""
+    kept: list[str] = []
+    for flag, value in zip(extra[::2], [*extra[1::2], ""], strict=False):
+        takers = [name for name, known in NAMES.items() if flag.removeprefix("--").replace("-", "_") in known.flags]
+        if not flag.startswith("--") or not takers or not value:
+            raise SystemExit(f"{' '.join(extra)}: give flags of `plait bench` with a value each")
+        kept += [flag, value] if bench in takers else []
+    return kept
+
+
 def result_file(name: str, run_name: str) -> Path:
     return BENCHMARKS / "results" / name / f"{run_name}.json"
 
@@ -90,34 +124,41 @@ def results(name: str) -> dict[str, dict[str, Any]]:
     return {run_name: json.loads(file.read_text()) for run_name, file in files.items() if file.is_file()}
 
 
-def write_pages(names: list[str], readme: Path = ROOT / "README.md") -> None:
-    """A page per model, and the README's table between its two marks, where it has them."""
+def write_pages(readme: Path | None = ROOT / "README.md") -> None:
+    """A page per model that has results, measured now or before, and the README's table between its two marks."""
     shown = []
-    for name in names:
+    for name in MODELS:
         reports = results(name)
         if not reports:
             continue
         (BENCHMARKS / f"{name}.md").write_text(page(name, reports.values(), "make bench"))
         shown += [reports[run_name] for run_name in SHOWN if run_name in reports]
-    text = readme.read_text()
-    if shown and TABLE.search(text):
-        machine = shown[0]["machine"]
-        lead = f"{machine['usable_cpus']} CPUs of {machine['cpu']}, kernels {machine['kernels']}, {shown[0]['date']}:"
-        table = "\n".join([lead, "", *summary_table(shown)])
+    text = readme.read_text() if readme is not None else ""
+    if readme is not None and shown and TABLE.search(text):
+        table = "\n".join(["; ".join(origins(shown)) + ":", "", *summary_table(shown)])
         readme.write_text(TABLE.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="run the benchmarks and write benchmarks/")
+    global BENCHMARKS
+    parser = argparse.ArgumentParser(description="run the benchmarks and write benchmarks/", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="the short set: about twelve minutes on two cores")
     parser.add_argument("--only", action="append", choices=RUNS, help="this measurement; repeatable (default: all)")
-    parser.add_argument("--model", action="append", help="smollm2-q4_1 or gemma3-270m-q4_k_m (default: both)")
+    parser.add_argument("--model", action="append", choices=MODELS, help="this model; repeatable (default: both)")
     parser.add_argument("--write-only", action="store_true", help="measure nothing, write the pages")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="instead of benchmarks/; the README stays as it is")
     arguments, extra = parser.parse_known_args()
-    models = {k: v for k, v in real_models().items() if not arguments.model or k in arguments.model}
-    for name, path in models.items() if not arguments.write_only else ():
-        for run_name in arguments.only or RUNS:
-            run(name, run_name, path, extra)
-    write_pages(list(models))
+    applicable("decode", extra)
+    BENCHMARKS = arguments.into or BENCHMARKS
+    start = time.monotonic()
+    models = {} if arguments.write_only else real_models()
+    for name, path in models.items():
+        for run_name, words in (QUICK[name] if arguments.quick else RUNS).items():
+            if name in (arguments.model or MODELS) and run_name in (arguments.only or RUNS):
+                run(name, run_name, words, path, extra)
+    write_pages(None if arguments.into else ROOT / "README.md")
+    if models:
+        print(f"{(time.monotonic() - start) / 60:.1f} minutes; pages in {BENCHMARKS}")
 
 
 if __name__ == "__main__":

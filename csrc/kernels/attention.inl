@@ -5,14 +5,13 @@
 // lanes, and a tile of kTileRows rows by two vectors stays in registers. Keys go in chunks at absolute multiples of
 // kAttendChunk: scores, softmax and weighted sum of one chunk make a partial, and partials are folded in ascending
 // order. Every number of a row is one chain of operations in an order that neither the row's neighbours nor the cut of
-// the work changes: a neighbour's key that the row does not see enters with weight 0, which leaves every bit as it was.
-// Rows of the cache that no query of the tile sees may hold anything, NaN too, and never reach a sum.
+// the work changes: a neighbour's key that the row does not see enters with weight 0, which leaves every bit as it was
+// (but for the sign of a zero). Where such a key's value may have been infinite or NaN, rows are done again alone: keys
+// that a row does not see may hold anything, and never reach its sums.
 namespace plait {
 namespace PLAIT_ISA_NAMESPACE {
 
 constexpr int kTileRows = 5;
-constexpr int64_t kScoreStride = kAttendChunk + 16;  // rows of scores start in different sets of the cache
-constexpr int64_t kPartialHead = 2;                  // highest score, sum of exponentials
 
 // ---------------------------------------------------------------------------------------------------------------
 // Two numbers per lane, as the cache keeps them: words of 4 bytes hold pairs of 16-bit numbers; floats lie `gap` bytes
@@ -41,22 +40,22 @@ struct F16Pairs {
   static PLAIT_INLINE vf first(const uint8_t *p, int lanes) {
     const vu words = load_words<LANES>(p, lanes);
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(low(words), high(words), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return PLAIT_SHUFFLE(low(words), high(words), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 #elif defined(__F16C__) && defined(__AVX2__)
-    return __builtin_shufflevector(low(words), high(words), 0, 2, 4, 6, 8, 10, 12, 14);
+    return PLAIT_SHUFFLE(low(words), high(words), 0, 2, 4, 6, 8, 10, 12, 14);
 #else
-    return upper_half(words << 16);
+    return halves_to_floats(words & 0xffffu);
 #endif
   }
   template <int LANES>
   static PLAIT_INLINE vf second(const uint8_t *p, int64_t, int lanes) {
     const vu words = load_words<LANES>(p, lanes);
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(low(words), high(words), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return PLAIT_SHUFFLE(low(words), high(words), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__F16C__) && defined(__AVX2__)
-    return __builtin_shufflevector(low(words), high(words), 1, 3, 5, 7, 9, 11, 13, 15);
+    return PLAIT_SHUFFLE(low(words), high(words), 1, 3, 5, 7, 9, 11, 13, 15);
 #else
-    return upper_half(words);
+    return halves_to_floats(words >> 16);
 #endif
   }
 #if defined(__AVX512F__)
@@ -66,13 +65,6 @@ struct F16Pairs {
   static PLAIT_INLINE vf low(vu words) { return (vf)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)words)); }
   static PLAIT_INLINE vf high(vu words) { return (vf)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)words, 1)); }
 #endif
-  // The IEEE half in the upper 16 bits of each lane.
-  static PLAIT_INLINE vf upper_half(vu x) {
-    const vu magnitude = (x & 0x7fff0000u) >> 3;
-    vu bits = as_bits(as_float(magnitude) * splat(5.192296858534828e33f));  // 2^112, exact for subnormals too
-    bits |= (vu)(magnitude >= 0x0f800000u) & 0x7f800000u;                   // infinity, NaN
-    return as_float(bits | (x & 0x80000000u));
-  }
 };
 
 struct Floats {
@@ -427,6 +419,30 @@ static void weigh_latent(int rows, const float *p, const Blocks &blocks, int64_t
 #undef CALL
 }
 
+static __attribute__((noinline)) bool has_nan(const float *x, int64_t n) {
+  vi found{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) found |= (vi)(load(x + i) != load(x + i));
+  if (i < n) found |= (vi)(load_part(x + i, (int)(n - i)) != load_part(x + i, (int)(n - i)));
+  int32_t any = 0;
+  for (int k = 0; k < W; k++) any |= found[k];
+  return any != 0;
+}
+
+// The weighted sums of one row over the keys [key0, key1) that it sees.
+template <class T, int L>
+static __attribute__((noinline)) void weigh_alone(const float *p, const Blocks &blocks, bool latent, int64_t key0,
+                                                  int64_t key1, int64_t width, float *out) {
+  memset(out, 0, width * sizeof(float));
+  if (key0 >= key1) return;
+  if (latent) {
+    for (int64_t pair = 0; pair < width / 2; pair++)
+      weigh_latent<T, L>(1, p, blocks, key0, key1, pair, out + 2 * pair, 0);
+    return;
+  }
+  for (int64_t f = 0; f < width; f += W) weigh_strip<T>(1, 1, p, blocks, {key0, key1, 0, 0}, f, width, out, 0);
+}
+
 // Values are passed over once per strip of features: this many bytes of them stay near meanwhile, in the first cache
 // for one tile of rows, whose values come from memory, in the second for many.
 constexpr int64_t kSegmentBytes = 8192, kLongSegmentBytes = 65536;
@@ -496,18 +512,15 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
   }
 
   const float *p = s - chunk;  // weight of key 0, were it there
-  if (latent) {
-    for (int64_t pair = 0; pair < width / 2; pair++)
-      for (int64_t tile = 0; tile < count; tile += kTileRows) {
-        const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
-        const int64_t from = rows.low(row0 + tile, key0), to = rows.high(row0 + tile + n - 1, key1);
-        if (from < to)
-          weigh_latent<T, L>((int)n, p + tile * kScoreStride, blocks, from, to, pair,
-                             partial + tile * out_stride + kPartialHead + 2 * pair, out_stride);
-      }
-    return;
-  }
-  for (int64_t key = begin; key < end;) {
+  for (int64_t pair = 0; latent && pair < width / 2; pair++)
+    for (int64_t tile = 0; tile < count; tile += kTileRows) {
+      const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
+      const int64_t from = rows.low(row0 + tile, key0), to = rows.high(row0 + tile + n - 1, key1);
+      if (from < to)
+        weigh_latent<T, L>((int)n, p + tile * kScoreStride, blocks, from, to, pair,
+                           partial + tile * out_stride + kPartialHead + 2 * pair, out_stride);
+    }
+  for (int64_t key = begin; !latent && key < end;) {
     int64_t stop = (key / segment + 1) * segment;
     if (stop > end) stop = end;
     for (int64_t f = 0; f < width;) {
@@ -525,6 +538,12 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
     }
     key = stop;
   }
+  // 0 times infinity is NaN: the neighbours' keys may have spoilt a row's sums.
+  if (rows.low(row0, key0) == rows.low(row0 + count - 1, key0) && rows.high(row0, key1) == end) return;
+  if (!has_nan(partial, count * out_stride)) return;
+  for (int64_t i = 0; i < count; i++)
+    weigh_alone<T, L>(p + i * kScoreStride, blocks, latent, rows.low(row0 + i, key0), rows.high(row0 + i, key1), width,
+                      partial + i * out_stride + kPartialHead);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -40,12 +40,17 @@ const Kernels *const *all_kernels() {
 
 namespace {
 
+bool has_all(const char *const *features) {
+  while (*features != nullptr && cpu_has(*features)) features++;
+  return *features == nullptr;
+}
+
 // Whether this CPU runs the i-th set. Asked once: CPUID takes microseconds each time in a virtual machine.
 bool runs_here(int i) {
   struct Answers {
     bool yes[8];
     Answers() {
-      for (int k = 0; all_kernels()[k] != nullptr; k++) yes[k] = all_kernels()[k]->runs_here();
+      for (int k = 0; all_kernels()[k] != nullptr; k++) yes[k] = has_all(all_kernels()[k]->needs);
     }
   };
   static const Answers answers;

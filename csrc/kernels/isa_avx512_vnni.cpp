@@ -1,7 +1,6 @@
-#include "../cpu.h"
 #include "kernels.h"
 
 #define PLAIT_ISA_NAMESPACE avx512_vnni
 #define PLAIT_ISA_NAME "avx512_vnni"
-#define PLAIT_ISA_RUNS cpu_has("avx512f") && cpu_has("avx512bw") && cpu_has("avx512dq") && cpu_has("avx512vl") && cpu_has("f16c") && cpu_has("avx512_vnni")
+#define PLAIT_ISA_NEEDS "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"
 #include "table.inl"

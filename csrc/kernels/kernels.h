@@ -37,14 +37,16 @@ struct AttendArgs {
 
 struct Kernels {
   const char *name;
-  bool (*runs_here)();  // whether this CPU has the instructions
+  // CPU features, up to a null. A list: code of the set itself could not be run to find out.
+  const char *needs[12];
 
   Matmul matmul[PLAIT_LAYOUT_COUNT];
   void (*unpack_row)(const PlaitMatrix &matrix, int64_t row, float *out);
 
-  // Rows of `n` numbers.
-  // Blocks [block0, block1) of 32 numbers of a record of `cols` numbers; x points at the first number of block0.
+  // Blocks [block0, block1) of 32 numbers of a record of `cols` numbers; x points at the first number of block0. The
+  // record lies apart from x.
   void (*quantise)(const float *x, int64_t cols, int64_t block0, int64_t block1, uint8_t *record);
+  // Rows of `n` numbers; out may be x or y.
   void (*rms_norm)(const float *x, const float *w, int64_t n, float eps, bool unit_offset, float *out);
   void (*layer_norm)(const float *x, const float *w, const float *b, int64_t n, float eps, float *out);
   void (*positions)(int64_t position, const float *inv_freq, int64_t n, float magnitude, float *out);
@@ -58,8 +60,6 @@ struct Kernels {
   void (*clip)(const float *x, float limit, int64_t n, float *out);
   // The first largest of x[0 .. n): its index; *best its value, NaN where any number is NaN.
   int64_t (*arg_max)(const float *x, int64_t n, float *best);
-  // e^((x - highest) / temperature) of n numbers into out; their sum.
-  double (*exp_sum)(const float *x, float highest, float temperature, int64_t n, float *out);
 
   // Keys and values of one token (k [kv heads, key_width], v [kv heads, value_width]) into row `slot` of `block`.
   void (*write_kv)(const PlaitCache &cache, int64_t block, int64_t slot, const float *k, const float *v);
@@ -86,9 +86,10 @@ constexpr int64_t kAttendChunk = 512;
 // keys.
 constexpr int64_t kAttendTile = 16;
 constexpr int64_t kAttendRows = 45;
-// Floats of scratch for one item, and of one partial of one query row.
+constexpr int64_t kScoreStride = kAttendChunk + 16;  // rows of scores start in different sets of the cache
+constexpr int64_t kPartialHead = 2;                  // of a partial: highest score, sum of exponentials
+// Floats of scratch for one item.
 int64_t attend_scratch(const PlaitCache &cache);
-int64_t attend_partial(const PlaitCache &cache);
 static inline int64_t value_width(const PlaitCache &cache) {
   return cache.value_width ? cache.value_width : cache.latent_width;
 }
@@ -98,5 +99,7 @@ constexpr int64_t kPanelRows = 16;
 
 // For errors that cross the C interface: kept per thread for plait_last_error.
 int fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// The same with the words of the exception that is being caught: none crosses the C interface.
+int fail_with_exception();
 
 }  // namespace plait

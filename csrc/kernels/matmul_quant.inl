@@ -595,7 +595,8 @@ static void quantise(const float *x, int64_t cols, int64_t block0, int64_t block
     float scale = most / 127.0f, inverse = 127.0f / most;
     int8_t *q = (int8_t *)record + b * 32;
     int32_t sum[2] = {0, 0};
-    // Below 2^-119 the inverse overflows: such a block counts as zero.
+    // The inverse of less than 2^-121 overflows, and the scale comes near the subnormal numbers: such a block counts as
+    // zero.
     if (highest >= 0x7f800000 || most < 0x1p-119f) {
       scale = highest >= 0x7f800000 ? __builtin_nanf("") : 0.0f;
       memset(q, 0, 32);

@@ -270,28 +270,5 @@ static int64_t arg_max(const float *x, int64_t n, float *best) {
   return i;
 }
 
-static double exp_sum(const float *x, float highest, float temperature, int64_t n, float *out) {
-  // Lanes add up 16 numbers as floats before they go on as doubles.
-  const vf high = splat(highest), by = splat(temperature);
-  double result = 0;
-  int64_t i = 0;
-  while (i + W <= n) {
-    vf part{};
-    for (int j = 0; j < 16 && i + W <= n; j++, i += W) {
-      const vf e = exp((load(x + i) - high) / by);
-      store(out + i, e);
-      part += e;
-    }
-    result += (double)sum(part);
-  }
-  if (i < n) {
-    const int rest = (int)(n - i);
-    const vf e = exp((load_part(x + i, rest) - high) / by);
-    store_part(out + i, e, rest);
-    for (int j = 0; j < rest; j++) result += (double)e[j];
-  }
-  return result;
-}
-
 }  // namespace PLAIT_ISA_NAMESPACE
 }  // namespace plait

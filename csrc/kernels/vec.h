@@ -45,6 +45,13 @@ PLAIT_INLINE vu as_bits(vf x) { vu v; memcpy(&v, &x, sizeof v); return v; }
 PLAIT_INLINE vf load_part(const float *p, int n) { vf v{}; memcpy(&v, p, n * sizeof(float)); return v; }
 PLAIT_INLINE void store_part(float *p, vf v, int n) { memcpy(p, &v, n * sizeof(float)); }
 
+// Numbers of two vectors by their places; GCC has __builtin_shufflevector since version 12 only.
+#if defined(__clang__)
+#define PLAIT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PLAIT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
 // a * b + c; the build contracts it to one fused instruction where there is one (-ffp-contract=fast).
 PLAIT_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 PLAIT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
@@ -103,6 +110,13 @@ PLAIT_INLINE float from_half(uint16_t h) {
   return f;
 #endif
 }
+// Bits of halves, in lanes of 32 bits.
+PLAIT_INLINE vf halves_to_floats(vu halves) {
+  const vu rest = halves & 0x7fffu;
+  const vf small = __builtin_convertvector((vi)rest, vf) * splat(5.9604644775390625e-8f);
+  const vu large = (rest << 13) + ((vi)rest >= 0x7c00 ? (vu)(vi{} + 0x70000000) : (vu)(vi{} + 0x38000000));
+  return as_float(((vi)rest >= 0x400 ? large : as_bits(small)) | (halves & 0x8000u) << 16);
+}
 PLAIT_INLINE vf load_half(const uint16_t *p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -113,10 +127,7 @@ PLAIT_INLINE vf load_half(const uint16_t *p) {
 #else
   vh h;
   memcpy(&h, p, sizeof h);
-  const vu all = __builtin_convertvector(h, vu), rest = all & 0x7fffu;
-  const vf small = __builtin_convertvector((vi)rest, vf) * splat(5.9604644775390625e-8f);
-  const vu large = (rest << 13) + ((vi)rest >= 0x7c00 ? (vu)(vi{} + 0x70000000) : (vu)(vi{} + 0x38000000));
-  return as_float(((vi)rest >= 0x400 ? large : as_bits(small)) | (all & 0x8000u) << 16);
+  return halves_to_floats(__builtin_convertvector(h, vu));
 #endif
 }
 PLAIT_INLINE uint16_t to_half(float x) {

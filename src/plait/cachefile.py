@@ -3,8 +3,9 @@
 The directory is $PLAIT_CACHE, else plait/ under $XDG_CACHE_HOME or ~/.cache; PLAIT_CACHE=none does without. An entry is
 one file. It is written under another name and renamed when it is whole, so that neither a kill nor two writers at once
 leave anything half; a file that is damaged all the same (a crash of the machine: nothing is forced to the disk) does
-not match its digests and counts as absent. All entries together stay below LIMIT_BYTES: those that were not used for
-longest go first.
+not match its digests and counts as absent. A directory or an entry that another user owns or may write is not trusted:
+digests prove that an entry is whole, not who made it. All entries together stay below LIMIT_BYTES: those that were not
+used for longest go first.
 
 Layout: a page of 4096 bytes that begins with the magic and tells where the header is and what its BLAKE2b digest is;
 the arrays, each at a multiple of 4096 and padded with zeros to one; the header, as JSON. The digest of the arrays is
@@ -21,6 +22,7 @@ import logging
 import mmap
 import os
 import shutil
+import stat
 import struct
 import tempfile
 import time
@@ -31,6 +33,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from plait.errors import UsageError
 
 log = logging.getLogger("plait.cache")
 
@@ -44,13 +48,25 @@ _PAGE = 4096
 _DIGEST_BYTES = 32
 _START = struct.Struct(f"<{len(_MAGIC)}sQQ{_DIGEST_BYTES}s")  # magic, header's place and length, its digest
 _MAX_HEADER_BYTES = 64 << 20
+# Of a file, what its identity reads: both ends, and blocks spread evenly over what lies between them.
 _HEAD_BYTES = 256 << 10
+_TAIL_BYTES = 64 << 10
+_SAMPLES = 8
+_SAMPLE_BYTES = 4 << 10
 _YOUNG_S = 60
 _said: set[str] = set()
 
 
 class CacheError(Exception):
     """An entry that cannot be read; the text says why."""
+
+
+class UntrustedError(OSError):
+    """A directory or an entry that others may have written."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(why)
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -63,12 +79,17 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """Where entries are kept; None where the user does without."""
+    """Where entries are kept; None where the user does without. UsageError for a PLAIT_CACHE that is no place."""
     chosen = os.environ.get("PLAIT_CACHE", "")
     if chosen == "none":
         return None
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            raise UsageError(
+                f"PLAIT_CACHE={chosen}: there is no such user; name another directory, or none to do without"
+            ) from None
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "plait"
@@ -77,23 +98,43 @@ def directory() -> Path | None:
 
 
 def identity(files: list[Path]) -> list[list[Any]]:
-    """What tells these files from all others and from their own later contents: resolved path, size, time of change,
-    inode, and the digest of the first 256 KiB (headers begin there). Raises OSError."""
+    """What tells these files from all others and from their own later contents: resolved path, size, inode, the times
+    of change (of the contents, and of the inode, which nobody can set back) and a digest of samples: both ends (headers
+    begin there) and a few blocks between them. Raises OSError."""
     return [_file_identity(path.resolve()) for path in files]
 
 
 def _file_identity(path: Path) -> list[Any]:
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        head = file.read(_HEAD_BYTES)
-    return [str(path), status.st_size, status.st_mtime_ns, status.st_ino, _digest(head).hex()]
+        samples = _new_hash()
+        for start, length in _sampled(status.st_size):
+            file.seek(start)
+            samples.update(file.read(length))
+    return [
+        str(path),
+        status.st_size,
+        status.st_ino,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        samples.digest().hex(),
+    ]
+
+
+def _sampled(size: int) -> list[tuple[int, int]]:
+    """Places and lengths of what is read of a file of this size."""
+    if size <= _HEAD_BYTES + _TAIL_BYTES + _SAMPLES * _SAMPLE_BYTES:
+        return [(0, size)]
+    between = (size - _HEAD_BYTES - _TAIL_BYTES) // _SAMPLES
+    middle = [(_HEAD_BYTES + i * between, _SAMPLE_BYTES) for i in range(_SAMPLES)]
+    return [(0, _HEAD_BYTES), *middle, (size - _TAIL_BYTES, _TAIL_BYTES)]
 
 
 def entry_name(kind: str, path: Path, *more: str) -> str:
     """The file name of an entry: one per kind, model file and option, so that a new one replaces the old one."""
-    text = "\0".join((kind, str(path.resolve()), *more))
+    text = b"\0".join(os.fsencode(part) for part in (kind, str(path.resolve()), *more))  # names need not be UTF-8
     stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in path.stem)[:60]
-    return f"{stem}-{kind}-{_digest(text.encode()).hex()[:16]}{SUFFIX}"
+    return f"{stem}-{kind}-{_digest(text).hex()[:16]}{SUFFIX}"
 
 
 def read(name: str, key: Mapping[str, Any]) -> Entry | None:
@@ -109,8 +150,11 @@ def read(name: str, key: Mapping[str, Any]) -> Entry | None:
         entry = _read(path, key)
     except FileNotFoundError:
         return None
+    except UntrustedError as error:
+        say_unwritten(error)
+        return None
     except (CacheError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _say_once(f"{path} is ignored and written anew: {_reason(error)}")
+        say_unreadable(path, error)
         return None
     if entry is not None:
         with contextlib.suppress(OSError):
@@ -120,7 +164,10 @@ def read(name: str, key: Mapping[str, Any]) -> Entry | None:
 
 def _read(path: Path, key: Mapping[str, Any]) -> Entry | None:
     with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        _check_trust(path.parent, path.parent.stat())
+        _check_trust(path, status)
+        size = status.st_size
         magic, place, length, digest = _START.unpack(_exactly(file, _START.size))
         if magic != _MAGIC:
             raise CacheError("it is no entry of this cache")
@@ -138,6 +185,16 @@ def _read(path: Path, key: Mapping[str, Any]) -> Entry | None:
         raise CacheError("it is damaged")
     arrays = {name: data[offset : offset + nbytes] for name, offset, nbytes in header["arrays"]}
     return Entry(header["facts"], arrays, size)
+
+
+def _check_trust(path: Path, status: os.stat_result) -> None:
+    """UntrustedError where another user than this one or root owns what is at `path`, or may write it."""
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UntrustedError(path, "it belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UntrustedError(path, "other users may write it (chmod go-w)")
 
 
 def _exactly(file: Any, count: int) -> bytes:
@@ -160,6 +217,7 @@ class Writer:
         self.path = folder / name
         _check_room(folder, nbytes)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_trust(folder, folder.stat())
         _sweep(folder)
         self._arrays: list[tuple[str, int, int]] = []
         self._end = _PAGE
@@ -210,8 +268,16 @@ class Writer:
         self._file.close()
 
 
+def say_unreadable(path: Path, error: Exception) -> None:
+    """Tell, once in a process, that an entry cannot be used."""
+    _say_once(f"{path} is ignored and written anew: {_reason(error)}")
+
+
 def say_unwritten(error: OSError) -> None:
     """Tell, once in a process, that the cache could not be written; work goes on without it."""
+    if isinstance(error, UntrustedError):
+        _say_once(f"{error.path} is not used as a cache: {error}")
+        return
     _say_once(f"nothing is cached in {directory()}: {_reason(error)} (PLAIT_CACHE names another directory, or none)")
 
 
@@ -287,7 +353,3 @@ def _new_hash() -> Any:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _padded(offset: int) -> int:
-    return -(-offset // _PAGE) * _PAGE

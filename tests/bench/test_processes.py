@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from plait.bench.processes import MemoryWatch, burning, process_tree, pss_bytes
-from plait.bench.serving import completion_tokens, stream_requests
+from plait.bench.serving import completion_text, completion_tokens, stream_requests
 from plait.errors import PlaitError
 
 CHILD = "import sys, subprocess; {body}; print('ready', flush=True); sys.stdin.read()"
@@ -34,6 +34,7 @@ def end(child: subprocess.Popen[str]) -> None:
     child.communicate("")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_a_tree_is_what_its_processes_hold() -> None:
     inner = "import sys; b = bytearray(b'1') * (40 << 20); print('ready', flush=True); sys.stdin.read()"
@@ -51,6 +52,7 @@ def test_memory_of_a_tree_is_what_its_processes_hold() -> None:
     assert pss_bytes(2**22 + 1) == 0  # no such process
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_burner_takes_its_share_and_ends_with_the_block() -> None:
     with burning(0.3):
@@ -68,10 +70,14 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_completion_tokens_of_a_stream() -> None:
-    events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": 7}}]
+def test_tokens_and_text_of_a_stream() -> None:
+    events = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "b"}]},
+        {"choices": [], "usage": {"completion_tokens": 7}},
+    ]
     text = "HTTP/1.1 200 OK\r\n\r\n" + "".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n"
-    assert completion_tokens(text) == 7
+    assert completion_tokens(text) == 7 and completion_text(text) == "ab"
     assert completion_tokens("HTTP/1.1 500 no\r\n\r\nsorry") == 0
 
 

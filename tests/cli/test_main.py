@@ -98,7 +98,7 @@ WRONG_REQUESTS = [
     (["generate", "-p", "x", "--device", "tpu"], "'tpu' is not supported: choose cpu or cuda"),
     (["generate", "-p", "x", "--device", "mps"], "'mps' is not supported: choose cpu or cuda"),
     (["generate", "-p", "x", "--device", "cuda:999"], "there is no device cuda:999"),
-    (["generate", "-p", "x", "--threads", "99999999999"], "must be at most 1024"),
+    (["generate", "-p", "x", "--threads", "99999999999"], "must be at most 256"),
     (["models", "--memory", "99999999TiB"], "more memory than any machine has"),
     (["models", "--memory", "9" * 400], "more memory than any machine has"),
     (["models", "--context", "9" * 5000], "must be a whole number"),

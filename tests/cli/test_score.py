@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
+from plait.kernels import native
 from tests.tiny import tiny_model_dir
 
 
@@ -65,3 +66,14 @@ def test_an_empty_file_is_refused_by_name(model: str, tmp_path: Path, capsys: py
     path.write_text("")
     assert main(["score", model, str(path), "--threads", "1"]) == 2
     assert "empty.txt: 0 tokens, nothing to score" in capsys.readouterr().err
+
+
+def test_the_precision_of_keys_and_values_is_stated_or_refused(
+    model: str, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert score(capsys, model, files[0], "--plan", "reference")["kv_dtype"] is None
+    assert main(["score", model, files[0], "--plan", "reference", "--kv-dtype", "bf16"]) == 2
+    assert "--kv-dtype bf16: the reference plan scores without a cache" in capsys.readouterr().err
+    if native.library() is not None:
+        assert score(capsys, model, files[0])["kv_dtype"] == "fp32"
+        assert score(capsys, model, files[0], "--kv-dtype", "bf16")["kv_dtype"] == "bf16"

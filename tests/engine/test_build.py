@@ -16,7 +16,7 @@ from plait.engine.loading import check_defaults, choose_plan
 from plait.engine.params import SamplingParams
 from plait.engine.process import _build
 from plait.engine.stats import TouchedBytes
-from plait.errors import ConfigError, UsageError
+from plait.errors import CapacityError, ConfigError, EngineError, UsageError
 from plait.kernels import native
 from plait.weights.checkpoint import Checkpoint
 from tests.tiny import tiny_model_dir
@@ -226,6 +226,70 @@ def test_a_packed_models_decoder_reads_the_store_and_computes_nothing(directory:
 def test_plans_and_precisions_that_do_not_exist_are_refused(options: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_options(**options)
+
+
+def test_more_threads_than_the_library_has_are_refused_at_once() -> None:
+    check_options(threads=256)
+    with pytest.raises(UsageError, match="threads=257 must be at most 256"):
+        check_options(threads=257)
+
+
+@needs_library
+def test_threads_hold_for_the_sampler_of_the_reference_plan_too(directory: Path) -> None:
+    library = native.library()
+    assert library is not None
+    library.set_threads(0)
+    default = library.threads()
+    build_engine(directory, plan="reference", kv_memory="1MiB", threads=3)
+    assert library.threads() == 3
+    build_engine(directory, plan="native", kv_memory="1MiB")
+    assert library.threads() == default
+
+
+def test_a_start_without_the_library_says_why_unless_the_reference_was_asked_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIT_NATIVE_LIBRARY", "none")
+    why = "the native plan cannot be used: no native library, switched off by PLAIT_NATIVE_LIBRARY=none"
+    assert why in build_engine(directory, kv_memory="1MiB", threads=1).lines
+    bundle = build_engine(directory, kv_memory="1MiB", threads=1, plan="reference")
+    assert why not in bundle.lines
+    assert why not in build_engine(bundle.decoder, kv_memory="1MiB", threads=1).lines
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (ValueError("a mistake in lowering"), "a mistake in lowering"),
+        (RuntimeError("a mistake in fusion"), "a mistake in fusion"),
+        (MemoryError(), "lower max_batched_tokens or --kv-memory"),
+    ],
+)
+def test_only_a_want_of_memory_is_told_as_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("plait.plan.executor.lower", broken)
+    with pytest.raises(UsageError if isinstance(fault, MemoryError) else type(fault), match=said):
+        build_engine(directory, kv_memory="1MiB", threads=1)
+
+
+@needs_library
+def test_buffers_for_embeddings_that_cannot_be_had_are_the_affair_of_one_request(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(directory, kv_memory="4MiB", threads=1)
+
+    def broken(*_: object) -> None:
+        raise EngineError("no memory")
+
+    monkeypatch.setattr("plait.plan.executor.lower", broken)
+    with pytest.raises(CapacityError, match="embeddings need buffers of their own, which cannot be made: no memory"):
+        llm.embed({"prompt_token_ids": [1, 2, 3]})
+    assert llm.bundle.engine.step() == [] and len(_answers(llm)) == len(PROMPTS)
 
 
 def test_the_native_plan_needs_its_library_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,22 @@ def test_a_nan_among_the_visible_keys_or_values_is_not_lost(isa):
         assert np.isnan(got).all() == (which == "k")
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_type", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["one head per key", "narrow", "latent"])
+def test_what_a_token_does_not_see_may_be_infinite_or_nan(isa, kv_type, name):
+    """Tokens before the bad one, and tokens whose window is past it, get the bits that they get alone."""
+    for bad in (np.inf, np.nan):
+        case = make_case(SHAPES[name], 60, np.random.default_rng(8), kv_type, window=11)
+        case.k[23], case.v[23] = bad, bad
+        lay_out(case)
+        together = attend(isa, case, 0, 60)
+        alone = np.concatenate([attend(isa, case, t, 1) for t in range(60)])
+        blind = np.r_[0:23, 34:60]
+        assert np.isfinite(together[blind]).all() and not np.isfinite(together[23:34]).any()
+        assert np.array_equal(together[blind], alone[blind])
+
+
 SAME_BITS: list[tuple[str, dict[str, Any]]] = [
     ("smollm2", {"block_tokens": 16}),
     ("gemma3", {"block_tokens": 8, "window": 300}),

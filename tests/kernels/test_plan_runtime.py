@@ -366,6 +366,63 @@ def test_a_forked_child_makes_threads_of_its_own():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_during_a_step_leaves_the_child_a_plan_that_runs():
+    code = (
+        "import os, sys, threading, time\n"
+        "from tests.kernels.test_plan_runtime import Toy, functions\n"
+        "functions().plait_set_threads(2)\n"
+        "toy = Toy(False)\n"
+        "step = lambda: toy.step([1] * 64, [0, 32, 64], [32, 32], [0, 1], [31, 63])\n"
+        "mine, other = step(), step()\n"
+        "stop = False\n"
+        "def call():\n"
+        "    while not stop: toy.plan.run(other)\n"
+        "thread = threading.Thread(target=call)\n"
+        "thread.start()\n"
+        "for _ in range(20):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        toy.plan.run(mine)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "stop = True\n"
+        "thread.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_made_for_fewer_threads_than_there_are(threads):
+    """Workers that are no longer wanted may be about to take an item: their memory is there."""
+    for count in (8, 2, 7, 1, 3):
+        threads(count)
+        toy = Toy(True)
+        first = outputs(run_steps(toy, check=False))
+        assert outputs(run_steps(toy, check=False)) == first
+
+
+def test_selected_rows_are_copied_without_what_lies_beside_them():
+    """Buffers are columns of wider rows: what is between them stays."""
+    rng = np.random.default_rng(0)
+    b = Builder(4, 2, 16)
+    table = b.matrix(rng, 8, 16, "F32")
+    x, rows = b.buffer(16), b.buffer(16, LOGITS)
+    b.buffers[x].row_bytes = b.buffers[rows].row_bytes = 256
+    b.buffers[x].offset, b.buffers[rows].offset = 0, 1024
+    b.arena_bytes = 1024 + 256 + 64  # the last row ends with its numbers
+    guard = b.buffer(16, LOGITS)  # the columns right of the selected ones
+    b.buffers[guard].offset, b.buffers[guard].row_bytes = 1024 + 64, 256
+    b.arena_bytes = 1024 + 512
+    b.op("embed", outputs=x, w=table, f=(1.0,))
+    b.op("select_rows", x, rows)
+    plan = b.create()
+    plan.rows(guard, 2)[:] = 7.0
+    plan.run(Steps([3, 5, 1], [0, 3], [3], np.zeros((0, 1, 0)), [2, 0], 16, 16))
+    assert np.array_equal(plan.rows(rows, 2), b.values[table][[1, 3]])
+    assert (plan.rows(guard, 2) == 7.0).all()
+
+
 def test_profile_and_bytes():
     toy = Toy(False)
     seconds = np.zeros(len(toy.builder.ops))
@@ -402,6 +459,22 @@ def spec(**fields):
     return apply
 
 
+def shifted(builder: Builder) -> None:
+    """A norm whose output lies 64 bytes behind its input, in rows with room for both."""
+    x, y = builder.buffers[0], builder.buffers[2]
+    x.row_bytes = y.row_bytes = 512
+    x.offset, y.offset = builder.arena_bytes, builder.arena_bytes + 64
+    builder.arena_bytes += 512 * (MAX_TOKENS + 1)
+
+
+def quantised_in_place(builder: Builder) -> None:
+    """A record in its numbers' place, in rows with room for either."""
+    record = builder.buffer(D, kind=abi.KIND_Q8)
+    x = builder.buffers[0]
+    builder.buffers[record].offset, builder.buffers[record].row_bytes = x.offset, x.row_bytes
+    builder.op("quantise", 0, record)
+
+
 # Operations of the float toy: 0 embed, 1 positions, 2 rms_norm, 3 linear, 4 and 5 rotate, 6 write_kv, 7 attend,
 # 8 linear, 9 rms_norm, 10 gated, 11 linear, 12 rms_norm, 13 hidden, 14 select_rows, 15 logits.
 BROKEN = {
@@ -427,7 +500,10 @@ BROKEN = {
     "rows too short": (change("buffers", 0, row_bytes=64), "buffer 0: rows of 64 bytes"),
     "negative width": (change("buffers", 0, width=-64), "buffer 0: width -64"),
     "unknown kind of buffer": (change("buffers", 0, kind=9), "buffer 0: kind 9"),
-    "values that overlap in a stage": (change("buffers", 2, offset=128), "row by row, but buffers 0 and 2 share"),
+    "values that overlap in a stage": (change("buffers", 1, offset=128), "row by row, but buffers 0 and 1 share"),
+    "values in a place that is shifted": (shifted, "buffer .* and input .buffer 0. overlap"),
+    "quantised in place": (quantised_in_place, "operation 16 .quantise.: output .buffer .* share memory"),
+    "angles written over": (change("ops", 4, outputs={0: 1}, i={0: 1}, inputs={0: 1}), "angles .buffer 1. are written"),
     "matrix without data": (change("matrices", 1, data=None), "matrix 1: no data"),
     "matrix of an unknown layout": (change("matrices", 1, layout=33), "matrix 1: layout 33"),
     "panels of the wrong size": (change("matrices", 1, panel_bytes=1), "matrix 1: panels of 1 bytes"),

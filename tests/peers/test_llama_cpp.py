@@ -56,6 +56,22 @@ def test_a_batch_is_its_requests_one_by_one() -> None:
     assert sum(common_prefix(a, b) for a, b in zip(together, alone, strict=True)) >= 12
 
 
+def test_it_chooses_between_its_caches_and_the_choice_does_not_change_the_text() -> None:
+    path = smollm2_path()
+    ids, prefix = load_text_ids(path)
+    prompts = make_prompts(ids, prefix, 3, 24)
+    side = TheirSide("llama-cpp", path, context=40, sequences=3, threads=2)
+    try:
+        before = side.batch(prompts, 6).tokens
+        chosen = side.settle_batch(prompts, 3)
+        after = side.batch(prompts, 6).tokens
+    finally:
+        side.close()
+    assert chosen is not None and chosen["kept"] in chosen["seconds"] and len(chosen["seconds"]) == 2
+    assert min(chosen["seconds"].values()) > 0
+    assert sum(common_prefix(a, b) for a, b in zip(before, after, strict=True)) >= 12
+
+
 def test_logits_of_a_window_are_those_of_its_steps() -> None:
     path = smollm2_path()
     ids, prefix = load_text_ids(path)
@@ -83,19 +99,35 @@ def test_its_quantiser_makes_other_formats_once(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in made.parent.iterdir()] == [made.name]  # nothing partial is left
 
 
-def test_both_sides_decode_the_same_text() -> None:
+def test_both_sides_decode_the_same_text_up_to_a_near_tie() -> None:
+    path = smollm2_path()
+    ids, prefix = load_text_ids(path)
+    (prompt,) = make_prompts(ids, prefix, 1, 48)
+    ours = OurSide(path, context=80, threads=2)
+    theirs = TheirSide("llama-cpp", path, context=80, threads=2)
+    try:
+        a, b = ours.complete(prompt, 15).tokens, theirs.complete(prompt, 15).tokens
+        equal = common_prefix(a, b)
+        assert equal >= 1
+        if equal < len(a):  # where they part, each takes the other's choice for nearly as likely
+            for side in (ours, theirs):
+                last = side.logits([*prompt, *a[: equal + 1]])[-1]
+                assert abs(last[a[equal]] - last[b[equal]]) < 0.5
+    finally:
+        theirs.close()
+
+
+def test_speeds_of_both_sides_are_reported() -> None:
     path = smollm2_path()
     peers = [PeerModel("llama-cpp", "llama-cpp", path)]
     report = measure_decode(path, peers, contexts=(48,), new_tokens=15, rounds=1, threads=2)
     row = report["rows"][0]
-    equal = int(row["details"]["leading tokens equal to ours"]["llama-cpp"].split()[0])
-    assert equal >= 8 and report["notes"] == []
+    assert int(row["details"]["leading tokens equal to ours"]["llama-cpp"].split()[0]) >= 1
     assert set(row["ratios"]) == {"llama-cpp"} and row["ratios"]["llama-cpp"] > 0
+    assert report["engines"]["llama-cpp"] == {"kv_dtype": "fp16"}
     batch = measure_batch(path, peers, requests=(3,), prompt_tokens=32, new_tokens=8, rounds=1, threads=2)
-    assert (
-        int(batch["rows"][0]["details"]["leading tokens equal to ours, median of the requests"]["llama-cpp"].split()[0])
-        >= 4
-    )
+    assert batch["rows"][0]["details"]["requests with our first token"]["llama-cpp"] in ("2 of 3", "3 of 3")
+    assert "batch" in batch["engines"]["llama-cpp"] and "llama-cpp runs with" in batch["notes"][0]
 
 
 @pytest.fixture(scope="module", params=REAL)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from plait import cachefile
-from plait.errors import PlaitError
+from plait.errors import PlaitError, UsageError
 from plait.kernels import native
 from plait.plan import cache
 from plait.plan.load import load_native
@@ -218,6 +218,81 @@ def test_every_change_of_a_models_files_is_another_key(tmp_path: Path) -> None:
     assert cache.key(tmp_path / "nothing.gguf", "auto") is None
 
 
+def test_an_edit_in_the_middle_or_at_the_end_of_a_large_file_is_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    data = bytearray(1 << 20)
+    path.write_bytes(data)
+    size = len(data)
+    before = cachefile.identity([path])[0]
+    assert all(0 <= start <= start + length <= size for start, length in cachefile._sampled(size))
+    for place in (size - 1, cachefile._sampled(size)[3][0]):
+        data[place] ^= 1
+        path.write_bytes(data)
+        after = cachefile.identity([path])[0]
+        assert after[-1] != before[-1]
+        before = after
+    os.utime(path, ns=(0, 0))
+    early = cachefile.identity([path])[0]
+    time.sleep(0.02)
+    os.utime(path, ns=(0, 0))  # whoever sets times back changes the inode
+    assert cachefile.identity([path])[0] != early
+
+
+def test_the_key_changes_with_the_code_that_makes_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in cache._CODE:
+        (tmp_path / "plait" / part).mkdir(parents=True, exist_ok=True)
+    source = tmp_path / "plait" / "ops" / "reference.py"
+    source.write_text("a = 1\n")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "plait" / "plan" / "cache.py"))
+    digest = cache.code_digest.__wrapped__
+    before = digest()
+    assert before == digest() != ""
+    source.write_text("a = 1.0\n")
+    assert digest() != before
+    assert cache.key(tiny_llama(tmp_path / "m.gguf"), "auto")["code"] == cache.code_digest()  # type: ignore[index]
+
+
+def test_a_home_of_nobody_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAIT_CACHE", "~nobody-of-this-name/c")
+    with pytest.raises(UsageError, match="PLAIT_CACHE=~nobody-of-this-name/c: there is no such user"):
+        cachefile.directory()
+
+
+def test_a_name_that_is_not_utf8_has_an_entry(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9.gguf"))
+    name = cachefile.entry_name("k", path)
+    assert name.isascii() and name != cachefile.entry_name("k", path.with_name("e.gguf"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+def test_what_others_may_write_is_not_trusted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write()
+    entry = folder / "e.plait"
+    assert folder.stat().st_mode & 0o777 == 0o700 and entry.stat().st_mode & 0o777 == 0o600
+    for path in (entry, folder):
+        mode = path.stat().st_mode
+        for bit in (0o020, 0o002):
+            path.chmod(mode | bit)
+            assert cachefile.read("e.plait", KEY) is None
+        if path == folder:
+            with pytest.raises(OSError, match="other users may write it"):
+                write("f.plait")
+        path.chmod(mode)
+        assert cachefile.read("e.plait", KEY) is not None
+    assert len(caplog.messages) == 2 and all("is not used as a cache" in line for line in caplog.messages)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+def test_what_another_user_owns_is_not_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write()
+    owner = folder.stat().st_uid
+    if owner == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert cachefile.read("e.plait", KEY) is None
+
+
 def test_every_file_of_a_model_counts(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path)
     names = {path.name for path in cache.model_files(directory)}
@@ -271,6 +346,48 @@ def test_a_damaged_entry_is_told_once_and_replaced(
     assert [line for line in caplog.messages if "ignored and written anew" in line] == [
         f"{entry} is ignored and written anew: it is damaged"
     ]
+    assert load_native(path).cached
+
+
+@needs_library
+@pytest.mark.parametrize("change", ["report", "recording", "layout"])
+def test_an_entry_with_facts_of_another_version_is_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    commit = cachefile.Writer.commit
+
+    def other(self: cachefile.Writer, key: dict[str, object], facts: dict[str, object]) -> None:
+        changed: dict[str, object] = {
+            "report": facts["report"] | {"renamed": 1},  # type: ignore[operator]
+            "recording": "{}",
+            "layout": [[name, shape, "Q3_X"] for name, shape, _ in facts["weights"]],  # type: ignore[attr-defined]
+        }
+        commit(self, key, facts | {"weights" if change == "layout" else change: changed[change]})
+
+    monkeypatch.setattr(cachefile.Writer, "commit", other)
+    assert not load_native(path).cached
+    monkeypatch.undo()
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    assert not load_native(path).cached
+    assert "is ignored and written anew: it holds something unexpected" in caplog.text
+    assert load_native(path).cached
+
+
+@needs_library
+def test_a_given_checkpoint_with_another_configuration_has_its_own_entry(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    plain = load_native(path)
+    changed = open_checkpoint(path)
+    assert load_native(changed).cached
+    raw = dict(changed.config.raw) | {"rope_theta": 5e4}
+    changed.config = make_config(describe(changed.config) | {"raw": raw})
+    other = load_native(changed)
+    assert not other.cached and other.recording != plain.recording
+    assert load_native(changed).cached and load_native(path).recording == plain.recording
+    changed.with_config(logit_soft_cap=5.0)  # its description does not tell that
+    for _ in range(2):
+        assert not load_native(changed).cached
     assert load_native(path).cached
 
 
@@ -352,6 +469,42 @@ def test_divisors_of_the_rotary_table_survive_too(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_llama(tmp_path / "m.gguf", tensors={"rope_freqs.weight": divisors}))
     assert checkpoint.config.rotary[0].divisors is not None
     assert make_config(describe(checkpoint.config)) == checkpoint.config
+
+
+def test_the_stand_in_for_torch_refuses_what_it_does_not_know() -> None:
+    from plait.plan.shapes_only import Mentioned, Parameter, Tensor
+
+    for odd in (Tensor(2, 3), Mentioned("torch.sigmoid")):
+        for use in (bool, list, len, lambda x: x[0], lambda x: 1 in x):
+            with pytest.raises(TypeError):
+                use(odd)
+    with pytest.raises(TypeError):
+        Mentioned("torch.sigmoid")(Tensor(2))
+    code = (
+        "import sys; from plait.plan import shapes_only; shapes_only.install(); import torch\n"
+        "for name in ('full', 'is_grad_enabled', 'cuda', 'float8_e4m3fn', 'finfo'):\n"
+        "    assert not hasattr(torch, name), name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
+    assert Parameter(Tensor(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("code", ["raise AttributeError('torch.full')", "import time; time.sleep(60)"])
+def test_a_process_that_cannot_record_is_done_without_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    config = open_checkpoint(tiny_llama(tmp_path / "m.gguf")).config
+    popen = subprocess.Popen
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **more: popen([sys.executable, "-c", code], **more))
+    monkeypatch.setattr("plait.plan.recorder.record_config", lambda config: "recorded here")
+    monkeypatch.setattr("plait.plan.recorder.TIMEOUT_S", 60 if code.startswith("raise") else 0.05)
+    with caplog.at_level("DEBUG", "plait.load"), Recorder(config) as recorder:
+        assert recorder.result() == "recorded here"
+        assert recorder._process is not None and recorder._process.returncode
+    (line,) = caplog.messages
+    assert "recording without torch failed" in line
+    assert ("torch.full" if code.startswith("raise") else "it took longer") in line
 
 
 @pytest.mark.slow

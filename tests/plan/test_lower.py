@@ -99,6 +99,21 @@ def test_every_configuration_in_mixed_steps(name: str, fused: bool) -> None:
     check(decoder, plan, plain_store(decoder), 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("form", "factor"), [("F32", 48**0.5), ("BF16", 6.9375), ("F16", 6.9296875), ("Q8_0", 48**0.5)]
+)
+def test_a_factor_is_rounded_as_the_table_is_stored(form: str, factor: float) -> None:
+    recorder = Recorder({})
+    ids = recorder.input("ids", Value(("N",), "i64"))
+    table = WeightRef("table", (64, 48), "float32")
+    x = recorder.emit("embed", (ids,), (table,), scale=48**0.5, round_scale=True)
+    recording = recorder.recording({"hidden": x}, (), {"vocab_size": 64, "hidden_size": 48})
+    store = {"table": PlainWeight("table", np.zeros((64, 48), np.float32), form)}
+    low = lower(recording, store, layout_of(decoder_of("llama")), 8, 8)
+    (op,) = (op for op in low.ops if op.kind == "embed")
+    assert op.f[0] == pytest.approx(factor, rel=1e-7)
+
+
 def replay(recording: Recording, weights: dict[str, torch.Tensor], layout, steps: list, num_blocks: int) -> list:
     """What the reference operations give, one dictionary of outputs per step."""
     interpreter = Interpreter(recording, weights)

@@ -220,6 +220,25 @@ def test_an_operation_without_a_kernel_runs_through_the_reference_and_is_named(
         assert np.abs(given.hidden - expected["hidden"].numpy()).max() <= 1e-4
 
 
+def test_the_reference_takes_no_more_threads_than_the_plan_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plait.ops.reference import REFERENCE
+
+    monkeypatch.setitem(REFERENCE, "twist", lambda x: x)
+    native = library()
+    assert native is not None
+    decoder = decoder_of("llama")
+    pair = Pair(decoder, planted(record(decoder), value_of(record(decoder), "embed"), "twist"))
+    native.set_threads(2)
+    try:
+        for before, after in ((4, 2), (1, 1)):
+            torch.set_num_threads(before)
+            pair.native.refresh()
+            pair.native.execute(*pair.script.step([(0, 3)]))
+            assert torch.get_num_threads() == after
+    finally:
+        native.set_threads(0)
+
+
 def test_an_operation_that_nobody_knows_is_an_error_that_names_it() -> None:
     decoder = decoder_of("llama")
     recording = planted(record(decoder), value_of(record(decoder), "embed"), "twist")

@@ -236,6 +236,9 @@ def test_the_state_dict_of_a_packed_decoder_is_that_of_the_reference(tmp_path: P
     state = packed.state_dict()
     assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
     assert all(p.device.type == "meta" for p in packed.parameters())
+    outer = torch.nn.Module()
+    outer.inner = packed  # torch passes an empty dictionary to what comes first
+    assert {name.removeprefix("inner.") for name in outer.state_dict()} == set(wanted)
 
 
 def test_a_packed_decoder_is_saved_as_the_file_that_it_came_from(tmp_path: Path) -> None:
@@ -257,6 +260,8 @@ def test_what_a_packed_decoder_cannot_do_names_the_way_out(tmp_path: Path) -> No
         lambda: packed.logits(torch.zeros(1, 32)),
         packed.train,
         lambda: packed.load_state_dict({}),
+        packed.float,
+        lambda: packed.to(torch.bfloat16),
     ):
         with pytest.raises(UsageError, match=r'plait.load\(.*m.gguf.*, dtype="fp32"\)'):
             attempt()

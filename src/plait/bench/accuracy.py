@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.bench.peers import PEERS, PeerError
 from plait.bench.report import OURS, make_row, start_report, times
 from plait.bench.sides import OurSide, PeerModel, TheirSide
 from plait.bench.text import load_text_ids, make_prompts
@@ -54,7 +55,8 @@ def measure_accuracy(
     """KL, top-1 agreement and perplexity of ours and the peers.
 
     kv_dtypes: precisions of keys and values to measure beside the default one, a side of ours each. options: of
-    build_engine. advance: called once per window and side, the reference included.
+    build_engine. advance: called once per window and side, the reference included. A peer that gives no logits, or
+    does not load the model, is left out and noted.
     """
     ids, prefix = load_text_ids(path, text)
     texts = make_prompts(ids, prefix, num_windows, window)
@@ -63,27 +65,33 @@ def measure_accuracy(
         sides: dict[str, OurSide | TheirSide] = {}
         for label, more in [(OURS, {}), *((f"{OURS} with {kv} K/V", {"kv_dtype": kv}) for kv in kv_dtypes)]:
             sides[label] = OurSide(path, context=window + 1, threads=threads, **{**(options or {}), **more})
+        notes = []
         for peer in peers:
-            side = TheirSide(peer.peer, peer.path, context=window, threads=threads, dtype=peer.dtype or None)
-            stack.callback(side.close)
+            try:
+                side = _their_side(peer, window, threads)
+                stack.callback(side.close)
+                side.logits(texts[0][:2])
+            except PeerError as error:
+                notes.append(f"{peer.label} is left out: {error}")
+                continue
             sides[peer.label] = side
             versions |= side.versions
-        ours = sides[OURS]
-        assert isinstance(ours, OurSide)
-        settings = {"plan": ours.plan, "threads": threads, "windows": num_windows, "tokens of a window": window}
-        settings["keys and values"] = ", ".join(f"{name}: {kv_name(side)}" for name, side in sides.items())
+        settings = {"threads": threads, "windows": num_windows, "tokens of a window": window}
+        engines = {name: side.describe() for name, side in sides.items()}
         found = compare_sides(
             reference_logits(path, threads), {name: s.logits for name, s in sides.items()}, texts, advance
         )
-    report = start_report(bench, path, versions, settings)
+    report = start_report(bench, path, versions, settings, engines)
     report["rows"] = _rows(found, window)
     report["notes"].append(f"reference: {REFERENCE} arithmetic and keys and values on the expanded weights, by torch")
+    report["notes"] += notes
     return report
 
 
-def kv_name(side: OurSide | TheirSide) -> str:
-    """The precision of a side's keys and values, as far as it says."""
-    return side.kv_dtype if isinstance(side, OurSide) else side.loaded.get("kv_dtype", "its own choice")
+def _their_side(peer: PeerModel, window: int, threads: int) -> TheirSide:
+    if not PEERS[peer.peer].gives_logits:
+        raise PeerError(f"{peer.peer} gives no logits of a whole text")
+    return TheirSide(peer.peer, peer.path, context=window, threads=threads, dtype=peer.dtype or None)
 
 
 def reference_logits(path: Path, threads: int) -> GetLogits:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from plait.bench.peers import DRIVERS, PEERS, peer_environment, peer_python, peer_version
-from plait.bench.processes import plait_command
+from plait.bench.processes import plait_command, read_plan
 from plait.bench.report import OURS, make_row, start_report
 from plait.bench.summary import alternate
 from plait.errors import PlaitError
@@ -37,33 +37,45 @@ def measure_coldstart(
             sides["llama-cpp"] = partial(_llama, path, threads)
             versions["llama-cpp-python"] = peer_version("llama-cpp") or ""
         found = alternate(sides, rounds, advance)
-    texts = {name: runs[0][1] for name, runs in found.items()}
-    report = start_report("coldstart", path, versions, {"threads": threads, "runs": rounds, "prompt": repr(PROMPT)})
-    seconds = {name: [run[0] for run in runs] for name, runs in found.items()}
+    texts = {name: runs[0].text for name, runs in found.items()}
+    settings = {"threads": threads, "runs": rounds, "prompt": repr(PROMPT)}
+    engines = {name: read_plan(runs[0].errors) for name, runs in found.items()}
+    if "llama-cpp" in engines:
+        engines["llama-cpp"] = {"kv_dtype": "fp16"}  # as the class has it by default
+    report = start_report("coldstart", path, versions, settings, engines)
+    seconds = {name: [run.seconds for run in runs] for name, runs in found.items()}
     details = {"first token": {name: repr(text) for name, text in texts.items()}}
     report["rows"].append(make_row("process start to first token", "s", seconds, better="lower", details=details))
     report["notes"].append(f"{OURS} first time: it packs the weights and writes the cache, from which {OURS} starts")
     return report
 
 
-def _ours(words: tuple[str, ...], cache: str) -> tuple[float, str]:
+class First(NamedTuple):
+    """Seconds until a process wrote its first byte, and all that it wrote on either stream."""
+
+    seconds: float
+    text: str
+    errors: str
+
+
+def _ours(words: tuple[str, ...], cache: str) -> First:
     environment = {name: value for name, value in os.environ.items() if name != _NO_BYTECODE}
     return first_output(plait_command(*words), {**environment, CACHE_VARIABLE: cache})
 
 
-def _first_time(words: tuple[str, ...]) -> tuple[float, str]:
+def _first_time(words: tuple[str, ...]) -> First:
     with TemporaryDirectory() as empty:
         return _ours(words, empty)
 
 
-def _llama(path: Path, threads: int) -> tuple[float, str]:
+def _llama(path: Path, threads: int) -> First:
     script = str(DRIVERS / "llama_first_token.py")
     assert PEERS["llama-cpp"].requirements
     return first_output([str(peer_python("llama-cpp")), script, str(path), str(threads), PROMPT], peer_environment())
 
 
-def first_output(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
-    """(seconds until a process writes its first byte, all that it writes). Raises PlaitError where it fails."""
+def first_output(command: list[str], environment: dict[str, str]) -> First:
+    """Run a process to its end, timed to its first byte of text. Raises PlaitError where it fails."""
     start = time.perf_counter()
     # Unbuffered: what a buffer had read ahead, communicate() would not see.
     process = subprocess.Popen(command, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -74,4 +86,4 @@ def first_output(command: list[str], environment: dict[str, str]) -> tuple[float
     if process.returncode != 0 or not first:
         last = (errors.decode("utf-8", "replace").strip().splitlines() or ["it wrote nothing"])[-1]
         raise PlaitError(f"{command[0]} failed: {last}")
-    return seconds, (first + rest).decode("utf-8", "replace").strip()
+    return First(seconds, (first + rest).decode("utf-8", "replace").strip(), errors.decode("utf-8", "replace"))

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from plait.kernels import native
@@ -20,10 +23,11 @@ from plait.kernels.machine import read_cpu_model
 
 BUFFER_BYTES = (100 << 20, 1 << 30)
 GEMM_SIZE = 1024
-REPEATS = 9
+REPEATS = READ_ROUNDS = 9  # 100 MB take a few milliseconds each
 PATIENCE_S = 2.0  # a dtype that the CPU only emulates need not be measured nine times
 _PRODUCT_S = 0.2
-_READ_ROUNDS = 3
+_ROOT = Path(__file__).resolve().parents[3]
+_SOURCES = ("src", "csrc", "CMakeLists.txt", "pyproject.toml")
 
 
 def median_seconds(work: Callable[[], Any]) -> float:
@@ -40,7 +44,6 @@ def median_seconds(work: Callable[[], Any]) -> float:
 def machine() -> dict[str, Any]:
     """The CPU, how many of its processors this process may use, its memory and system, and the kernels in use."""
     library = native.library()
-    isa = library.functions.plait_isa() if library is not None else None
     return {
         "cpu": read_cpu_model(),
         "usable_cpus": native.usable_cpus(),
@@ -48,15 +51,34 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "kernels": isa.decode() if isa else None,
+        "kernels": library.isa() if library is not None else None,
+        "library": native.reason(),
     }
 
 
+def origin() -> dict[str, Any]:
+    """Where figures come from: the date, the commit of plait's sources, the machine."""
+    return {"date": date.today().isoformat(), "commit": source_commit(), "machine": machine()}
+
+
+def source_commit(root: Path = _ROOT) -> str | None:
+    """The commit of the checkout that plait runs from, "-dirty" where its sources differ; None outside a checkout."""
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "--no-optional-locks", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "--", *_SOURCES], capture_output=True, text=True)
+    except OSError:
+        return None
+    return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "") if head.returncode == 0 else None
+
+
 def read_rate(num_bytes: int, threads: int) -> float:
-    """Bytes per second of reading a buffer of num_bytes."""
+    """Bytes per second of reading a buffer of num_bytes, the median of READ_ROUNDS rounds: what lasts."""
     library = native.library()
     if library is not None:
-        return float(library.functions.plait_measure_read(num_bytes, threads, _READ_ROUNDS))
+        return float(library.functions.plait_measure_read(num_bytes, threads, READ_ROUNDS))
     import torch
 
     before = torch.get_num_threads()
@@ -111,9 +133,9 @@ def measure(threads: int | None = None) -> dict[str, Any]:
         rates[f"{layout}, torch"] = round(torch_product_rate(layout, usable) / 1e9, 1)
     return {
         "bench": "limits",
-        "machine": machine(),
+        **origin(),
         "versions": {"torch": torch.__version__},
-        "settings": {"threads": usable},
+        "settings": {"threads": usable, "rounds of a read": READ_ROUNDS},
         "read GB/s": reads,
         "products G multiply-adds/s": rates,
     }

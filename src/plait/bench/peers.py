@@ -30,6 +30,7 @@ class Peer:
     requirements: what pip installs; empty: it is an extra of plait, in this environment. probe: Python that prints the
     version. driver: the script in drivers/ that answers `PeerProcess`. formats: what it loads ("gguf", "safetensors").
     build_environment: of pip, where it compiles. unwanted: what comes along, is not needed for text and does not fit.
+    gives_logits: whether its driver has write_logits.
     """
 
     requirements: tuple[str, ...]
@@ -38,6 +39,7 @@ class Peer:
     formats: tuple[str, ...]
     build_environment: dict[str, str] = field(default_factory=dict)
     unwanted: tuple[str, ...] = ()
+    gives_logits: bool = True
 
 
 # A new peer is one more row, and a driver.
@@ -63,6 +65,7 @@ PEERS = {
         formats=("safetensors",),
         # Builds for CUDA on the usual index: beside the CPU build of torch they fail when transformers imports them.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
+        gives_logits=False,
     ),
 }
 INSTALLABLE = tuple(name for name, peer in PEERS.items() if peer.requirements)

@@ -45,6 +45,17 @@ def plait_command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-c", code, *words]
 
 
+def read_plan(text: str) -> dict[str, str]:
+    """What the lines that plait prints as it loads say of its plan, as OurSide.describe has it."""
+    found = re.search(
+        r"^.*?plan: (\w+)(?: \((\w+),[^)]*\), matrices (.*?))?, keys and values in (\w+)", text, re.MULTILINE
+    )
+    if found is None:
+        return {"kv_dtype": "unknown"}
+    said = {"plan": found[1], "isa": found[2], "weights": found[3], "kv_dtype": found[4]}
+    return {name: value for name, value in said.items() if value is not None}
+
+
 class ServerProcess:
     """`plait serve` on a free port of this machine."""
 
@@ -85,6 +96,9 @@ class ServerProcess:
                 self._process.kill()
                 self._process.wait()
         self._output.close()
+
+    def plan(self) -> dict[str, str]:
+        return read_plan(self._said())
 
     def _said(self) -> str:
         return os.pread(self._output.fileno(), 1 << 20, 0).decode("utf-8", "replace")

@@ -1,6 +1,7 @@
 """Reports: one JSON document per benchmark, and the same as a table for a terminal or for a Markdown page.
 
-A report has "bench", "date", "machine", "versions", "model", "settings", "rows" and "notes". A row is what one task
+A report has "bench", "date", "commit", "machine", "versions", "model", "settings", "engines" ({side: {"plan", "isa",
+"weights", "kv_dtype", as far as the side says}}), "rows" and "notes". A row is what one task
 gave: {"task", "unit", "better": "higher" | "lower", "sides": {name: Summary}, "ratios": {peer: plait / peer},
 "limit": {"name", "value"} in the row's unit or None, "details": {text: value}}.
 """
@@ -8,11 +9,10 @@ gave: {"task", "unit", "better": "higher" | "lower", "sides": {name: Summary}, "
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from plait.bench.limits import machine
+from plait.bench.limits import origin
 from plait.bench.summary import Summary, significant
 
 OURS = "plait"
@@ -20,9 +20,13 @@ _TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "
 
 
 def start_report(
-    bench: str, path: Path | None, versions: Mapping[str, str], settings: dict[str, Any]
+    bench: str,
+    path: Path | None,
+    versions: Mapping[str, str],
+    settings: dict[str, Any],
+    engines: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """A report without rows. path: the model's file or directory."""
+    """A report without rows. path: the model's file or directory. engines: what each side computes with."""
     import plait
 
     model = None
@@ -31,11 +35,11 @@ def start_report(
         model = {"name": path.stem if path.is_file() else path.resolve().name, "bytes": size}
     return {
         "bench": bench,
-        "date": date.today().isoformat(),
-        "machine": machine(),
+        **origin(),
         "versions": {"plait": plait.__version__, **versions},
         "model": model,
         "settings": settings,
+        "engines": {name: dict(engine) for name, engine in (engines or {}).items()},
         "rows": [],
         "notes": [],
     }
@@ -71,7 +75,8 @@ def make_row(
 
 def text_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [f"plait bench {report['bench']}" + _of(report), machine_line(report), _settings(report)]
+    lines = [f"plait bench {report['bench']}" + _of(report), origin_line(report), _settings(report)]
+    lines += engine_lines(report)
     for row in report["rows"]:
         unit = f"{row['unit']}, " if row["unit"] else ""
         lines += ["", f"{row['task']} ({unit}{row['better']} is better)"]
@@ -88,9 +93,11 @@ def text_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def markdown_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report as a section of a Markdown page; the machine is the page's."""
+    """The report as a section of a Markdown page, with where it was measured and with what."""
     lines = [f"## plait bench {report['bench']}{_of(report)}", ""]
-    lines += [f"{_settings(report)}.", ""]
+    lines += [f"{origin_line(report)}.", "", f"{_settings(report)}.", ""]
+    if engines := engine_lines(report):
+        lines += [*(f"- {line}" for line in engines), ""]
     lines += ["| task | side | median | min - max | plait is | share of the limit |", "|---|---|---|---|---|---|"]
     for row in report["rows"]:
         for i, (name, side) in enumerate(row["sides"].items()):
@@ -106,6 +113,24 @@ def markdown_lines(report: Mapping[str, Any]) -> list[str]:
     notes += [f"- {row['task']}: {key}: {_detail(v)}" for row in report["rows"] for key, v in row["details"].items()]
     notes += [f"- {note}" for note in report["notes"]]
     return [*lines, "", *notes, *([""] if notes else [])]
+
+
+def origin_line(report: Mapping[str, Any]) -> str:
+    """Date, commit and machine in one line."""
+    commit = f", commit {report['commit']}" if report.get("commit") else ""
+    return f"{report['date']}{commit}: {machine_line(report)}"
+
+
+def engine_lines(report: Mapping[str, Any]) -> list[str]:
+    """A line per side: what computes, and the precision of its keys and values."""
+    lines = []
+    for name, engine in report.get("engines", {}).items():
+        plan = (
+            [f"{engine['plan']} plan" + (f" ({engine['isa']})" if "isa" in engine else "")] if "plan" in engine else []
+        )
+        weights = [f"weights {engine['weights']}"] if "weights" in engine else []
+        lines.append(f"{name}: {', '.join([*plan, *weights, 'keys and values ' + engine['kv_dtype']])}")
+    return lines
 
 
 def machine_line(report: Mapping[str, Any]) -> str:
@@ -182,18 +207,29 @@ def _detail(value: Any) -> str:
 
 
 def page(title: str, reports: Iterable[Mapping[str, Any]], command: str) -> str:
-    """A page of `benchmarks/`: the machine once, then a section per report."""
-    documents = list(reports)
-    first = documents[0]
-    versions: dict[str, str] = {}
-    for document in documents:
-        versions |= document["versions"]
-    lines = [f"# {title}", "", f"{first['date']}; written by `{command}`.", ""]
-    lines += [machine_line({**first, "versions": versions}) + ".", ""]
-    lines += ["All sides run in turn in one run, on the same prompt ids; figures are medians of the alternations."]
-    for document in documents:
+    """A page of `benchmarks/`: a section per report, each with its own date, commit and machine."""
+    lines = [f"# {title}", "", f"Written by `{command}`.", ""]
+    lines += [
+        "Within a section all sides run in turn, on the same prompt ids; figures are medians of the alternations."
+    ]
+    lines += ["Sections are runs of their own: each names its date, commit and machine."]
+    for document in reports:
         lines += ["", *markdown_lines(document)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def origins(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The different (machine, kernels, date, commit) of reports, in words, with the benchmarks of each."""
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        machine = report["machine"]
+        line = f"{machine['usable_cpus']} CPUs of {machine['cpu']}, kernels {machine['kernels']}, {report['date']}"
+        line += f", commit {report['commit']}" if report.get("commit") else ""
+        model = f" of {report['model']['name']}" if report.get("model") else ""
+        found.setdefault(line, []).append(f"{report['bench']}{model}")
+    if len(found) == 1:
+        return list(found)
+    return [f"{line} ({', '.join(names)})" for line, names in found.items()]
 
 
 def summary_table(reports: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -16,12 +16,13 @@ from typing import Any
 from plait.bench.peers import DRIVERS
 from plait.bench.processes import ServerProcess, burning, running_server
 from plait.bench.report import OURS, make_row, start_report
-from plait.bench.sides import OurSide
-from plait.bench.summary import Summary, percentile
+from plait.bench.sides import BatchTiming, OurSide
+from plait.bench.summary import Summary, alternate, percentile
 from plait.bench.text import load_text_ids, make_prompts
 from plait.errors import PlaitError
 
 IN_PROCESS = "in process, beside a burner"
+_BEGINNING = 8  # characters
 
 
 def measure_serve_overhead(
@@ -41,39 +42,50 @@ def measure_serve_overhead(
     ids, prefix = load_text_ids(path, text)
     prompts = make_prompts(ids, prefix, requests, prompt_tokens)
     context = prompt_tokens + new_tokens + 1
-    flags = ("--max-model-len", str(context), "--max-num-seqs", str(requests), *serve_flags)
-    http: list[float] = []
-    inside: list[float] = []
-    cpu: list[float] = []
-    first: list[float] = []
+    # The sampling defaults of the checkpoint are left out on both sides.
+    flags = ("--max-model-len", str(context), "--max-num-seqs", str(requests), "--generation-config", "none")
+    latest: dict[str, Any] = {}  # of HTTP: the burner takes what its client took
     ours = OurSide(path, context=context, sequences=requests, threads=threads, **(options or {}))
-    with running_server(path, threads, *flags) as server:
-        for number in range(rounds + 1):
-            result = stream_requests(server, prompts, new_tokens, salt=str(number))
-            advance()
-            share = result["cpu_s"] / result["seconds"]
-            with burning(share):
-                timing = ours.batch(prompts, new_tokens)
-            advance()
-            if number:  # the first round warms up
-                http.append(requests * new_tokens / result["seconds"])
-                inside.append(requests * new_tokens / timing.seconds)
-                cpu.append(share)
-                first += result["first_s"]
+
+    def over_http() -> dict[str, Any]:
+        result = stream_requests(server, prompts, new_tokens, salt=str(latest.get("number", 0)))
+        latest.update(number=latest.get("number", 0) + 1, share=result["cpu_s"] / result["seconds"])
+        return {**result, "share": latest["share"]}
+
+    def in_process() -> BatchTiming:
+        with burning(latest["share"]):
+            return ours.batch(prompts, new_tokens)
+
+    with running_server(path, threads, *flags, *serve_flags) as server:
+        found = alternate({OURS: over_http, IN_PROCESS: in_process}, rounds, advance)
+        engines = {OURS: server.plan(), IN_PROCESS: ours.describe()}
+    http = [requests * new_tokens / result["seconds"] for result in found[OURS]]
+    inside = [requests * new_tokens / timing.seconds for timing in found[IN_PROCESS]]
+    cpu = [result["share"] for result in found[OURS]]
+    first = [s for result in found[OURS] for s in result["first_s"]]
+    tokenizer = ours.bundle.tokenizer
+    assert tokenizer is not None
+    texts = [
+        (a, tokenizer.decode(b)) for a, b in zip(found[OURS][0]["texts"], found[IN_PROCESS][0].tokens, strict=True)
+    ]
     report = start_report(
         "serve-overhead",
         path,
         {},
         {
-            "plan": ours.plan,
             "threads": threads,
             "alternations": rounds,
             "streams": requests,
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,
         },
+        engines,
     )
+    alike = sum(a[:_BEGINNING] == b[:_BEGINNING] for a, b in texts)
+    if 2 * alike <= requests:
+        report["notes"].append(f"only {alike} of {requests} streams begin with the text of the in-process run")
     details = {
+        "streams with the text of the in-process run": f"{sum(a == b for a, b in texts)} of {requests}",
         "CPU of the load client": f"{Summary(cpu).median:.1%} of one processor",
         "seconds to the first chunk": {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)},
         "share of the in-process run": f"{Summary(http).median / Summary(inside).median:.1%}",
@@ -84,7 +96,7 @@ def measure_serve_overhead(
 
 
 def stream_requests(server: ServerProcess, prompts: list[list[int]], new_tokens: int, salt: str) -> dict[str, Any]:
-    """All prompts as streams from one client process: {"seconds", "cpu_s", "first_s"}.
+    """All prompts as streams from one client process: {"seconds", "cpu_s", "first_s", "texts"}.
 
     salt: keeps prompts of an earlier run from being found in the prefix cache. Raises PlaitError where a stream does
     not bring all its tokens.
@@ -98,10 +110,16 @@ def stream_requests(server: ServerProcess, prompts: list[list[int]], new_tokens:
     if done.returncode != 0:
         raise PlaitError(f"the load client failed: {(done.stderr.strip().splitlines() or ['no words'])[-1]}")
     result = json.loads(done.stdout)
-    for text in result.pop("texts"):
+    for text in result["texts"]:
         if completion_tokens(text) != new_tokens:
             raise PlaitError(f"a stream brought {completion_tokens(text)} of {new_tokens} tokens: {text[:300]!r}")
-    return result
+    return {**result, "texts": [completion_text(text) for text in result["texts"]]}
+
+
+def completion_text(response: str) -> str:
+    """The text of a streamed answer, its chunks joined."""
+    events = [json.loads(line[6:]) for line in response.splitlines() if line.startswith("data: {")]
+    return "".join(choice.get("text", "") for event in events for choice in event.get("choices", ()))
 
 
 def completion_tokens(response: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,14 +81,11 @@ class OurSide:
         self.engine.executor = self.tap
         self._runs = 0
 
-    @property
-    def plan(self) -> str:
-        """What computes, and in which precision, in words."""
-        return f"{self.bundle.plan} plan, weights {self.bundle.precision}, keys and values {self.kv_dtype}"
-
-    @property
-    def kv_dtype(self) -> str:
-        return str(self.bundle.report["kv_dtype"])
+    def describe(self) -> dict[str, str]:
+        """What computes, and in which precision."""
+        report = self.bundle.report
+        found = {"plan": self.bundle.plan, "weights": str(self.bundle.precision), "kv_dtype": str(report["kv_dtype"])}
+        return found | ({"isa": str(report["isa"])} if "isa" in report else {})
 
     def complete(self, prompt: list[int], new_tokens: int) -> Timing:
         """A first token and new_tokens more."""
@@ -151,20 +148,40 @@ class OurSide:
 
 
 class TheirSide:
-    """A peer with one model. dtype: where it takes one."""
+    """A peer with one model. dtype: where it takes one. started: called with the process's id before it loads."""
 
     def __init__(
-        self, peer: str, path: Path, *, context: int, sequences: int = 1, threads: int, dtype: str | None = None
+        self,
+        peer: str,
+        path: Path,
+        *,
+        context: int,
+        sequences: int = 1,
+        threads: int,
+        dtype: str | None = None,
+        started: Callable[[int], object] = lambda pid: None,
     ) -> None:
         self._process = PeerProcess(peer)
         self.pid = self._process.pid
         arguments: dict[str, Any] = {"path": str(path), "threads": threads, "context": context, "sequences": sequences}
         try:
+            started(self.pid)
             self.loaded = self._process.call("load", **arguments, **({"dtype": dtype} if dtype else {}))
             self.versions: dict[str, str] = self._process.call("versions")
         except BaseException:
             self._process.close()
             raise
+
+    def describe(self) -> dict[str, str]:
+        """As OurSide.describe, as far as the peer says."""
+        return {"kv_dtype": str(self.loaded.get("kv_dtype", "its own choice"))}
+
+    def settle_batch(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any] | None:
+        """Let a peer that has a choice try both ways on a short batch and keep the faster; None for the others."""
+        if not self.loaded.get("settles_batch"):
+            return None
+        found: dict[str, Any] = self._process.call("settle_batch", prompts=prompts, new_tokens=new_tokens)
+        return found
 
     def complete(self, prompt: list[int], new_tokens: int) -> Timing:
         return Timing(**self._process.call("complete", prompt=prompt, new_tokens=new_tokens))

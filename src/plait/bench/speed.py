@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from plait.bench.costs import Costs, measure_costs
-from plait.bench.limits import read_rate
+from plait.bench.limits import READ_ROUNDS, read_rate
 from plait.bench.report import OURS, make_row, start_report
 from plait.bench.sides import BatchTiming, OurSide, PeerModel, TheirSide, Timing, open_sides
 from plait.bench.summary import Summary, alternate, common_prefix, percentile
 from plait.bench.text import load_text_ids, make_prompts
+from plait.errors import PlaitError
 
 Advance = Callable[[], None]
 # The bandwidth is measured with a buffer that no cache holds, however small the model.
 _MIN_READ_BYTES = 100 << 20
+_TRIAL_TOKENS = 8  # new ones of the batch on which a peer chooses between its settings
+_PLAUSIBLE_TOKENS = 4  # leading ones that two engines which round differently still have in common
 
 
 def measure_decode(
@@ -42,7 +45,8 @@ def measure_decode(
             sides: dict[str, Callable[[], Any]] = {
                 name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()
             }
-            sides["read"] = partial(read_rate, max(costs.weight_bytes, _MIN_READ_BYTES), threads)
+            read_bytes = max(costs.weight_bytes, _MIN_READ_BYTES)
+            sides["read"] = partial(read_rate, read_bytes, threads)
             found = alternate(sides, rounds, advance)
             rates = Summary(found.pop("read"))
             per_token = costs.bytes_read(context + new_tokens // 2)
@@ -51,7 +55,7 @@ def measure_decode(
                     f"decode after {context:,} tokens",
                     "tokens/s",
                     {name: [new_tokens / t.decode_s for t in runs] for name, runs in found.items()},
-                    limit=(f"reading at {rates.median / 1e9:.1f} GB/s", rates.median / per_token),
+                    limit=(_read_words(rates.median, read_bytes), rates.median / per_token),
                     details={
                         "MB read per token": per_token / 1e6,
                         "multiply-adds per token, M": costs.operations() / 1e6,
@@ -59,7 +63,7 @@ def measure_decode(
                     },
                 )
             )
-            _check_text(report, found, context)
+            _check_text(report, found, f"after {context:,} tokens", new_tokens + 1)
     return report
 
 
@@ -99,7 +103,7 @@ def measure_prefill(
                     details={"leading tokens equal to ours": _equal(found)},
                 )
             )
-            _check_text(report, found, length)
+            _check_text(report, found, f"after {length:,} tokens", new_tokens + 1)
     return report
 
 
@@ -126,6 +130,8 @@ def measure_batch(
         report = _start(
             "batch", path, ours, theirs, threads, rounds, prompt_tokens=prompt_tokens, new_tokens=new_tokens
         )
+        for name, side in theirs.items():
+            _settle_batch(report, name, side, prompts_of[most])
         costs = measure_costs(ours.bundle)
         for count, prompts in prompts_of.items():
             sides: dict[str, Callable[[], Any]] = {
@@ -135,7 +141,10 @@ def measure_batch(
             found = alternate(sides, rounds, advance)
             seconds = [s for s in found.pop("limit") if s is not None]
             generated = count * new_tokens
-            details: dict[str, Any] = {"leading tokens equal to ours, median of the requests": _equal_batches(found)}
+            details: dict[str, Any] = {
+                "requests with our first token": _equal_firsts(found),
+                "leading tokens equal to ours, median of the requests": _equal_batches(found),
+            }
             details |= python_share([times for run in found[OURS] for times in run.step_times])
             report["rows"].append(
                 make_row(
@@ -146,6 +155,7 @@ def measure_batch(
                     details=details,
                 )
             )
+            _check_batch(report, found, count, new_tokens)
     return report
 
 
@@ -185,9 +195,24 @@ def _start(
     versions: dict[str, str] = {}
     for side in theirs.values():
         versions |= side.versions
-    return start_report(
-        bench, path, versions, {"plan": ours.plan, "threads": threads, "alternations": rounds, **settings}
-    )
+    engines = {name: side.describe() for name, side in _named(ours, theirs).items()}
+    return start_report(bench, path, versions, {"threads": threads, "alternations": rounds, **settings}, engines)
+
+
+def _read_words(rate: float, num_bytes: int) -> str:
+    return f"read bandwidth, median of {READ_ROUNDS} rounds of {num_bytes / 1e6:,.0f} MB: {rate / 1e9:.1f} GB/s"
+
+
+def _settle_batch(report: dict[str, Any], name: str, side: TheirSide, prompts: list[list[int]]) -> None:
+    """Let a peer choose on a short batch, half of each prompt; what it chose is noted."""
+    short = [prompt[: max(len(prompt) // 2, 1)] for prompt in prompts]
+    chosen = side.settle_batch(short, _TRIAL_TOKENS) if len(prompts) > 1 else None
+    if chosen is not None:
+        seconds = ", ".join(f"{what} {s:.3g} s" for what, s in chosen["seconds"].items())
+        report["engines"][name]["batch"] = chosen["kept"]
+        report["notes"].append(
+            f"{name} runs with {chosen['kept']}, chosen on a short batch of {len(short)} requests ({seconds})"
+        )
 
 
 def _equal(found: dict[str, list[Timing]]) -> dict[str, str]:
@@ -199,17 +224,53 @@ def _equal(found: dict[str, list[Timing]]) -> dict[str, str]:
 
 
 def _equal_batches(found: dict[str, list[BatchTiming]]) -> dict[str, str]:
+    """Per peer, how many of the leading tokens of a request agree with ours, in the middle of the requests."""
+    length = len(found[OURS][0].tokens[0])
+    return {name: f"{percentile(prefixes, 0.5)} of {length}" for name, prefixes in _prefixes(found).items()}
+
+
+def _equal_firsts(found: dict[str, list[BatchTiming]]) -> dict[str, str]:
+    return {name: f"{sum(n > 0 for n in prefixes)} of {len(prefixes)}" for name, prefixes in _prefixes(found).items()}
+
+
+def _prefixes(found: dict[str, list[BatchTiming]]) -> dict[str, list[int]]:
+    """By peer: how many leading tokens of each request of the first run agree with ours."""
     mine = found[OURS][0].tokens
-    shown = {}
-    for name, runs in found.items():
-        if name != OURS:
-            equal = [common_prefix(a, b) for a, b in zip(mine, runs[0].tokens, strict=True)]
-            shown[name] = f"{percentile(equal, 0.5)} of {len(mine[0])}"
-    return shown
+    return {
+        name: [common_prefix(a, b) for a, b in zip(mine, runs[0].tokens, strict=True)]
+        for name, runs in found.items()
+        if name != OURS
+    }
 
 
-def _check_text(report: dict[str, Any], found: dict[str, list[Timing]], context: int) -> None:
-    """A note where a side does not even begin as ours does: then one of the two computes something else."""
+def _check_text(report: dict[str, Any], found: dict[str, list[Timing]], where: str, wanted: int) -> None:
+    """A note where a side does not begin as ours does: then one of the two computes something else.
+
+    Raises PlaitError where a side brought fewer tokens than `wanted`: its time is of something else.
+    """
     for name, runs in found.items():
-        if name != OURS and common_prefix(found[OURS][0].tokens, runs[0].tokens) == 0:
-            report["notes"].append(f"after {context:,} tokens {name} begins with another token than plait")
+        _check_counts(name, [len(run.tokens) for run in runs], wanted)
+        equal = common_prefix(found[OURS][0].tokens, runs[0].tokens)
+        if equal == 0:
+            report["notes"].append(f"{where} {name} begins with another token than {OURS}")
+        elif equal < min(_PLAUSIBLE_TOKENS, wanted):
+            report["notes"].append(f"{where} {name} has only {equal} leading tokens in common with {OURS}")
+
+
+def _check_batch(report: dict[str, Any], found: dict[str, list[BatchTiming]], count: int, wanted: int) -> None:
+    """A note where a side's text is not ours for most requests: other first tokens, or only those in common."""
+    for name, runs in found.items():
+        _check_counts(name, [len(tokens) for run in runs for tokens in run.tokens], wanted)
+    for name, prefixes in _prefixes(found).items():
+        alike = sum(n > 0 for n in prefixes)
+        if 2 * alike <= count:
+            report["notes"].append(f"{count} requests: only {alike} begin with the same token on {name} as on {OURS}")
+        elif percentile(prefixes, 0.5) < min(_PLAUSIBLE_TOKENS, wanted):
+            report["notes"].append(
+                f"{count} requests: most have under {_PLAUSIBLE_TOKENS} tokens in common with {name}"
+            )
+
+
+def _check_counts(name: str, counts: Sequence[int], wanted: int) -> None:
+    if wrong := [n for n in counts if n != wanted]:
+        raise PlaitError(f"{name} brought {wrong[0]} tokens where {wanted} were asked for: nothing to compare")

@@ -94,19 +94,32 @@ def measure_limits(args: argparse.Namespace) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The report of any other benchmark."""
     from plait.bench.peer_models import choose_peers, peer_models
-    from plait.kernels.native import usable_cpus
     from plait.weights.locate import locate
 
     path = locate(args.model)
-    count = args.threads or usable_cpus()
-    peers = choose_peers(args.peer, path, say) if "peer" in NAMES[args.name].flags else []
+    count = args.threads or _default_threads()
+    absent: list[str] = []
+    peers = choose_peers(args.peer, path, absent.append) if "peer" in NAMES[args.name].flags else []
+    for line in absent:
+        say(line)
     for file in args.text, *(args.peer_model or ()):
         if file is not None and "/" in file and not Path(file).is_file():
             raise UsageError(f"{file}: no such file")
     if args.name == "coldstart":
-        return _measure_coldstart(path, peers, count, args)
-    with peer_models(path, peers, args.peer_model or [], count, say) as models:
-        return _MEASURES[args.name](path, models, count, args)
+        report = _measure_coldstart(path, peers, count, args)
+    else:
+        with peer_models(path, peers, args.peer_model or [], count, say) as models:
+            report = _MEASURES[args.name](path, models, count, args)
+    report["notes"] += absent
+    return report
+
+
+def _default_threads() -> int:
+    """As many as our kernels take where nobody says."""
+    from plait.kernels import native
+
+    library = native.library()
+    return native.usable_cpus() if library is None else library.threads()
 
 
 def _speed(args: argparse.Namespace, threads: int, **more: Any) -> dict[str, Any]:
@@ -258,8 +271,8 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def _print_limits(report: dict[str, Any]) -> None:
-    from plait.bench.report import machine_line
+    from plait.bench.report import origin_line
 
-    print(machine_line(report))
+    print(origin_line(report))
     for kind in ("read GB/s", "products G multiply-adds/s"):
         print_table((kind, "rate"), [(name, f"{value}") for name, value in report[kind].items()])

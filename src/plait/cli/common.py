@@ -62,9 +62,7 @@ def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> N
 
 def add_plan_flags(parser: Any) -> None:
     """--plan and --kv-dtype, for a parser or a group of it."""
-    parser.add_argument(
-        "--kv-dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32", "q8_0"), help="default: auto"
-    )
+    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help="default: auto")
     parser.add_argument(
         "--plan",
         default="auto",
@@ -128,13 +126,15 @@ def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
 def load_forward(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """(loaded model, tokenizer, forward) of args.model for commands that score ids; --plan chooses the forward."""
     from plait.engine.build import check_options, settle_kv_dtype
-    from plait.engine.loading import load_model
+    from plait.engine.loading import choose_plan, load_model
     from plait.engine.score import window_size
     from plait.engine.score_forward import DecoderForward, Forward, PlanForward
 
     not_supported_yet(args, "adapter")
     options = {name: getattr(args, name) for name in ("dtype", "device", "threads", "strict", "plan")}
     check_options(**options, kv_dtype=args.kv_dtype)
+    if args.kv_dtype != "auto" and choose_plan(args.plan, args.device) == "reference":
+        raise UsageError(f"--kv-dtype {args.kv_dtype}: the reference plan scores without a cache; leave it out")
     with progress("loading the model"):
         loaded = load_model(args.model, generation_config="none", **options)
         forward: Forward

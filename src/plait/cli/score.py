@@ -21,8 +21,8 @@ from plait.cli.common import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Every token is scored once, given those before it in a sliding window. Nothing is sampled, and there is no"
-        " key/value cache to size."
+        "Every token is scored once, given those before it in a sliding window. Nothing is sampled, and the native"
+        " plan's key/value cache holds one window."
     )
     parser.add_argument("model", metavar="MODEL", help="as for generate; `default` is the embedded model")
     parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - for standard input")
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "model": loaded.report.path,
         "dtype": loaded.precision,
         "plan": "reference" if loaded.native is None else "native",
+        "kv_dtype": forward.kv_dtype,
         "window": scorer.size,
         "stride": scorer.step,
         "bos": None if scorer.bos is None else "at the start of every window",

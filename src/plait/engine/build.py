@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from plait.engine.loading import LoadedModel, check_device, choose_plan, load_model
+from plait.engine.loading import LoadedModel, check_device, choose_plan, is_decoder, load_model
 from plait.errors import CapacityError, PlaitError, UsageError
-from plait.kernels.native import available_memory_bytes, library
+from plait.kernels.native import available_memory_bytes, library, reason
 from plait.memory.layout import CacheLayout, make_layout
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
+    from plait.kernels.native import NativeLibrary
     from plait.model.config import ModelConfig
     from plait.model.decoder import Decoder
     from plait.plan.load import NativeModel
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 # Of the memory that is free once the weights are loaded, the pool may take this share. Untouched pages cost nothing.
 KV_SHARE = 0.5
-MAX_THREADS = 1024
+MAX_THREADS = 256  # of the native library
 PLANS = ("auto", "native", "reference")
 KV_DTYPES = {"auto": 0, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 _MAX_BYTES = 2**60
@@ -199,7 +200,9 @@ def build_engine(
     bundle.report["kv_pool_touched_bytes"] = executor.touched_bytes()
     bundle.report |= _plan_report(bundle.plan, executor, kv_dtype)
     loading = [] if loaded.report is None else loaded.report.lines()
-    bundle.lines = [*loading, *_plan_lines(bundle.report, loaded), *notes, _fits_line(bundle.report)]
+    automatic = plan == "auto" and device.startswith("cpu")
+    missed = reason() if automatic and library() is None and not is_decoder(model) else None
+    bundle.lines = [*loading, *_plan_lines(bundle.report, loaded, missed), *notes, _fits_line(bundle.report)]
     if loaded.defaults:
         shown = ", ".join(f"{k}={v}" for k, v in loaded.defaults.items())
         bundle.lines.append(f"sampling defaults from the checkpoint: {shown}")
@@ -225,7 +228,7 @@ def settle_kv_dtype(name: str, loaded: LoadedModel) -> str:
 def make_executor(
     loaded: LoadedModel, layout: CacheLayout, num_blocks: int, max_batched_tokens: int, kv_dtype: str
 ) -> Any:
-    """The executor, with its pool. UsageError where the machine does not give the pool's memory."""
+    """The executor, with its pool. CapacityError or UsageError where the machine does not give the memory."""
     sizes = (layout, num_blocks, max_batched_tokens)
     try:
         if loaded.native is not None:
@@ -242,11 +245,19 @@ def make_executor(
 
         numbers = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kv_dtype]
         return ReferenceExecutor(loaded.decoder, *sizes, numbers, sampled_ids=loaded.vocab_size)
-    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
-        if isinstance(error, PlaitError) and not isinstance(error, CapacityError):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _is_allocation(error):
             raise
         size = f"{num_blocks * layout.block_bytes / 2**30:,.1f} GiB"
-        raise UsageError(f"this machine does not give {size} for keys and values: lower --kv-memory") from None
+        raise UsageError(
+            f"this machine does not give the memory for steps of {max_batched_tokens} tokens beside {size} for keys and"
+            " values: lower max_batched_tokens or --kv-memory"
+        ) from error
+
+
+def _is_allocation(error: RuntimeError) -> bool:
+    """Whether torch could not allocate: it has no class of its own for that on the CPU."""
+    return not isinstance(error, PlaitError) and bool(re.search(r"out of memory|alloc", str(error), re.IGNORECASE))
 
 
 def live_executor(decoder: Decoder, native: NativeModel, *sizes: Any, **options: Any) -> Any:
@@ -265,20 +276,22 @@ def _plan_report(plan: str, executor: Any, kv_dtype: str) -> dict[str, Any]:
     """How steps are computed; threads: of the process that computes them."""
     if plan == "reference":
         return {"plan": plan, "kv_dtype": kv_dtype}
-    functions = cast(Any, library()).functions
+    native = cast("NativeLibrary", library())
     return {
         "plan": plan,
         "kv_dtype": kv_dtype,
-        "isa": functions.plait_isa().decode(),
-        "threads": functions.plait_threads(),
+        "isa": native.isa(),
+        "threads": native.threads(),
         "plan_bytes": executor.plan_bytes,
         "host_ops": list(executor.host_ops),
     }
 
 
-def _plan_lines(report: dict[str, Any], loaded: LoadedModel) -> list[str]:
+def _plan_lines(report: dict[str, Any], loaded: LoadedModel, missed: str | None) -> list[str]:
+    """missed: why there is no native library, where that decided."""
     if loaded.native is None:
-        return [f"plan: reference, keys and values in {report['kv_dtype']}"]
+        lines = [f"plan: reference, keys and values in {report['kv_dtype']}"]
+        return lines if missed is None else [*lines, f"the native plan cannot be used: no native library, {missed}"]
     counts = loaded.native.store.layouts()
     formats = ", ".join(f"{count} {layout}" for layout, count in sorted(counts.items()))
     threads = f"{report['threads']} thread{'' if report['threads'] == 1 else 's'}"
@@ -286,8 +299,9 @@ def _plan_lines(report: dict[str, Any], loaded: LoadedModel) -> list[str]:
         f"plan: native ({report['isa']}, {threads}), matrices {formats}, keys and values in {report['kv_dtype']},"
         f" {report['plan_bytes'] / 2**20:,.0f} MiB of buffers"
     ]
-    if report["host_ops"]:
-        lines.append(f"without a native kernel, computed by the reference: {', '.join(report['host_ops'])}")
+    foreign = [name for name in report["host_ops"] if name != "store_logits"]  # that one only copies
+    if foreign:
+        lines.append(f"without a native kernel, computed by the reference: {', '.join(foreign)}")
     return lines
 
 

@@ -22,7 +22,7 @@ from plait.engine.stats import EngineStats, TouchedBytes
 from plait.engine.steady import SteadyBatch
 from plait.engine.token_output import RequestTiming, TokenLogprobs, TokenOutput
 from plait.engine.tokens import TokenBuffer
-from plait.errors import EngineError, RequestError
+from plait.errors import CapacityError, EngineError, RequestError
 from plait.memory.blocks import BlockManager
 
 NO_HIDDEN = "this executor gives no hidden states, which embeddings need"
@@ -125,6 +125,8 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another", field="request_id")
         check_request(request, self.limits)
+        if request.pooling is not None:
+            self._prepare_hidden()
         params = request.params
         num_prompt = len(request.prompt_token_ids)
         total = total_tokens(num_prompt, params.max_tokens if request.pooling is None else 0, self.limits)
@@ -144,6 +146,15 @@ class Engine:
         self._requests[request.request_id] = owner
         self._totals["prompt_tokens"] += num_prompt
         self.scheduler.wait(first)
+
+    def _prepare_hidden(self) -> None:
+        """Have the executor make what hidden states need, now: a failure concerns this request, not those of a step."""
+        prepare = getattr(self.executor, "prepare_hidden", None)
+        try:
+            if prepare is not None:
+                prepare()
+        except (EngineError, MemoryError) as error:
+            raise CapacityError(f"embeddings need buffers of their own, which cannot be made: {error}") from error
 
     def abort(self, request_id: str) -> list[TokenOutput]:
         """Drop a request and free its blocks at once; the last outputs of its unfinished choices. Unknown ids: none."""
@@ -170,11 +181,11 @@ class Engine:
         """The weights have changed: drop every key and value; running requests are computed anew and go on."""
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
+        self._weights_version += 1
+        self.blocks.set_weights_version(self._weights_version)
         take_weights = getattr(self.executor, "refresh", None)
         if take_weights is not None:  # a native plan packs them anew
             take_weights()
-        self._weights_version += 1
-        self.blocks.set_weights_version(self._weights_version)
         for owner in self._requests.values():
             if owner.missing_prompt_rows:
                 owner.prompt_logprobs = [None]

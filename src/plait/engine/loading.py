@@ -116,7 +116,7 @@ def load_model(
 
     threads: of this process from now on, for loading too; default all usable processors.
     """
-    live = _is_decoder(model)
+    live = is_decoder(model)
     chosen = choose_plan(plan, device, live)
     set_threads(threads, device, chosen)
     if live:
@@ -128,7 +128,8 @@ def load_model(
     return _reference_model(where, dtype, device, strict, tokenizer, wanted)
 
 
-def _is_decoder(model: object) -> bool:
+def is_decoder(model: object) -> bool:
+    """Whether this is a live decoder rather than the name of a model."""
     if model is None or isinstance(model, (str, Path)):
         return False
     from plait.model.decoder import Decoder
@@ -137,16 +138,21 @@ def _is_decoder(model: object) -> bool:
 
 
 def set_threads(threads: int | None, device: str, plan: str) -> None:
-    """Give this process's kernels so many threads (None: all that it may use); torch's only where torch computes."""
-    count = usable_cpus() if threads is None else threads
+    """Give this process's kernels so many threads (None: as many as the library, or torch, finds worth having).
+
+    The library's also where the reference computes, because tokens are sampled there; torch's only where torch
+    computes (on the native plan that is plait.plan.host's affair).
+    """
+    native = library()
+    if native is not None:
+        native.set_threads(0 if threads is None else threads)
     if plan == "native":
-        native = library()
         assert native is not None
-        native.functions.plait_set_threads(count)
+        native.isa()  # a wrong PLAIT_ISA is told before anything is loaded
     elif device.startswith("cpu"):
         import torch
 
-        torch.set_num_threads(count)
+        torch.set_num_threads(usable_cpus() if threads is None else threads)
 
 
 def _live_model(decoder: Decoder, tokenizer: Tokenizer | None, dtype: Any, plan: str) -> LoadedModel:

@@ -20,9 +20,10 @@ CHUNK_TOKENS = 512
 
 
 class Forward(Protocol):
-    """max_positions: the longest list of ids that it takes."""
+    """max_positions: the longest list of ids that it takes. kv_dtype: of its cache, None where it has none."""
 
     max_positions: int
+    kv_dtype: str | None
 
     def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
         """log p of each target given the fed ids up to and including the one in its place: the targets stand opposite
@@ -35,6 +36,7 @@ class DecoderForward:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self.kv_dtype: str | None = None
         self.max_positions = decoder.config.max_positions
 
     def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
@@ -60,6 +62,7 @@ class PlanForward:
         from plait.engine.build import KV_DTYPES, make_executor
 
         vocab_size = loaded.config.vocab_size
+        self.kv_dtype: str | None = kv_dtype
         self.max_positions = loaded.config.max_positions
         self.chunk = max(min(CHUNK_TOKENS, LOGIT_NUMBERS // vocab_size, window), 1)
         layout = make_layout(loaded.config.caches(), KV_DTYPES[kv_dtype], window, self.chunk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 2  # PLAIT_ABI_VERSION
+ABI_VERSION = 3  # PLAIT_ABI_VERSION
 
 # PLAIT_LAYOUT_...: how a packed matrix is kept; the same numbers name the storage of a source to pack.
 LAYOUTS = {

@@ -1,14 +1,19 @@
-"""Packed weights and the recording on disk (plait.cachefile), keyed by the checkpoint's files. No torch."""
+"""Packed weights and the recording on disk (plait.cachefile), keyed by the checkpoint's files and the code that reads
+them. No torch."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import plait
 from plait import cachefile
+from plait.errors import PlaitError
 from plait.kernels.abi import ABI_VERSION
 from plait.ops.recording import FORMAT
 from plait.weights.arrange import LoadReport
@@ -18,6 +23,8 @@ from plait.weights.store import PackedWeight, WeightStore, packed_bytes
 KIND = "plan"
 # Of what an entry holds beside the weights. To be raised when its meaning changes.
 VERSION = 1
+# Parts of the package that decide what an entry holds: a changed one makes all entries old.
+_CODE = ("model", "model/families", "memory", "ops", "plan", "text", "weights")
 # Files beside the tensors that decide what a model directory means.
 _BESIDE = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 
@@ -30,8 +37,11 @@ class CachedModel:
     store: WeightStore
 
 
-def key(path: Path, dtype: str) -> dict[str, Any] | None:
-    """What an entry must have been written under to be used for these files now; None where they cannot be read."""
+def key(path: Path, dtype: str, config: str = "") -> dict[str, Any] | None:
+    """What an entry must have been written under to be used for these files now; None where they cannot be read.
+
+    config: a digest of the configuration where it is not simply the files' own.
+    """
     try:
         files = cachefile.identity(model_files(path))
     except OSError:
@@ -39,12 +49,34 @@ def key(path: Path, dtype: str) -> dict[str, Any] | None:
     return {
         "kind": KIND,
         "plait": plait.__version__,
+        "code": code_digest(),
         "abi": ABI_VERSION,
         "version": VERSION,
         "recording": FORMAT,
         "dtype": dtype,
+        "config": config,
         "files": files,
     }
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the sources of what makes an entry, "" where they are not there as files.
+
+    Of their sizes and times of change: reading all of them would take as long as mapping a small model.
+    """
+    root = Path(__file__).resolve().parents[1]
+    found = []
+    try:
+        for part in _CODE:
+            with os.scandir(root / part) as files:
+                for file in files:
+                    if file.name.endswith((".py", ".json")):
+                        status = file.stat()
+                        found.append((part, file.name, status.st_size, status.st_mtime_ns))
+    except OSError:
+        return ""
+    return hashlib.blake2b(repr(sorted(found)).encode(), digest_size=16).hexdigest()
 
 
 def model_files(path: Path) -> list[Path]:
@@ -60,15 +92,32 @@ def model_files(path: Path) -> list[Path]:
 
 def read(path: Path, dtype: str, key: Mapping[str, Any]) -> CachedModel | None:
     """The packed form of a checkpoint, if an entry for these very files is there and whole."""
-    entry = cachefile.read(_name(path, dtype), key)
+    name = entry_name(path, dtype, key)
+    entry = cachefile.read(name, key)
     if entry is None:
         return None
-    facts = entry.facts
+    try:
+        return _decode(entry)
+    except (PlaitError, ValueError, KeyError, TypeError, AttributeError) as error:
+        say_unfit(name, error)
+        return None
+
+
+def say_unfit(name: str, error: Exception) -> None:
+    """Tell that an entry holds something else than this version expects."""
+    folder = cachefile.directory()
+    assert folder is not None
+    why = f"it holds something unexpected ({type(error).__name__}: {error})"
+    cachefile.say_unreadable(folder / name, cachefile.CacheError(why))
+
+
+def _decode(entry: cachefile.Entry) -> CachedModel:
+    facts = dict(entry.facts)
     weights = {}
     for name, shape, layout in facts.pop("weights"):
         data = entry.arrays[name]
         if packed_bytes(layout, shape) != data.nbytes:
-            return None
+            raise ValueError(f"{name} has {data.nbytes} bytes")
         weights[name] = PackedWeight(name, tuple(shape), layout, data)
     return CachedModel(facts, WeightStore(weights, LoadReport(**facts.pop("report")), owner=entry))
 
@@ -79,7 +128,7 @@ def write(
     """Pack into a new entry, one weight at a time, and map it. Raises OSError where that is not possible."""
     path = packing.checkpoint.path
     table = []
-    with cachefile.Writer(_name(path, dtype), packing.report.weight_bytes) as writer:
+    with cachefile.Writer(entry_name(path, dtype, key), packing.report.weight_bytes) as writer:
         for weight in packing.weights(threads):
             writer.add(weight.name, weight.data)
             table.append([weight.name, weight.shape, weight.layout])
@@ -91,5 +140,6 @@ def write(
     return found.store
 
 
-def _name(path: Path, dtype: str) -> str:
-    return cachefile.entry_name(KIND, path, dtype)
+def entry_name(path: Path, dtype: str, key: Mapping[str, Any]) -> str:
+    """The file name of an entry: one per checkpoint, dtype and configuration."""
+    return cachefile.entry_name(KIND, path, dtype, *filter(None, [key["config"]]))

@@ -101,6 +101,10 @@ class NativeExecutor:
             self._whole = self._make(self._recording)
         return self._whole
 
+    def prepare_hidden(self) -> None:
+        """Make what the first step with hidden states would make. EngineError or MemoryError where it does not fit."""
+        self._with_hidden()
+
     def refresh(self, store: Mapping[str, PackedWeight] | None = None) -> None:
         """Take new weights: another store, or (None) new numbers in the standing one. The pool keeps what it has."""
         old = [self.plan, *(() if self._whole is None else self._whole[:1])]

@@ -18,7 +18,7 @@ from plait.ops.step import StepInputs
 from plait.plan.lower import HostCall, HostOperand
 from plait.plan.native_plan import NativePlan
 from plait.plan.pool import NativePool
-from plait.weights.store import PackedWeight
+from plait.weights.store import PackedWeight, need_library
 
 
 class Host:
@@ -34,6 +34,7 @@ class Host:
         self._pool = pool
         self._kv_dtype = kv_dtype
         self._expanded: dict[WeightRef, Any] = {}
+        self._began = False
 
     def run(self, index: int, arrays: Mapping[str, NDArray[Any]], inputs: StepInputs) -> None:
         """Operation `index` of the plan. arrays: those of the step by name (ids, positions, logit_rows, and what
@@ -43,6 +44,10 @@ class Host:
         from plait.ops.interpreter import attributes
         from plait.plan.fused import references
 
+        if not self._began:
+            # torch's own threads wait beside those of the plan: no more of them than the user gave the plan.
+            torch.set_num_threads(min(torch.get_num_threads(), need_library().threads()))
+            self._began = True
         call = self._plan.lowered.host[index]
         if call.op.name == "store_logits":
             self._store_logits(call, arrays)

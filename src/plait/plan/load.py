@@ -3,6 +3,8 @@ figures. All of it comes from the cache where an earlier process put it there. N
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -12,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait import cachefile
-from plait.errors import PlaitError, TokenizerError
+from plait.errors import ConfigError, PlaitError, TokenizerError
 from plait.model.config import ModelConfig
 from plait.ops.recording import Recording
 from plait.plan import cache
-from plait.plan.recorder import Recorder, describe, make_config
+from plait.plan.recorder import Recorder, describe, is_described, make_config
 from plait.weights.arrange import LoadReport, dtype_name, settle_head
 from plait.weights.checkpoint import Checkpoint, open_checkpoint
 from plait.weights.locate import locate
@@ -86,21 +88,45 @@ def load_native(
     need_library()
     name = dtype_name(dtype)
     path = model.path if isinstance(model, Checkpoint) else locate(model)
-    key = cache.key(path, name) if use_cache and cachefile.directory() is not None else None
-    found = None if key is None else cache.read(path, name, key)
-    if found is not None:
-        native = _from_entry(path, found, strict)
-    else:
+    digest = config_digest(model) if isinstance(model, Checkpoint) else ""
+    use_cache = use_cache and digest is not None and cachefile.directory() is not None
+    key = cache.key(path, name, digest or "") if use_cache else None
+    native = None if key is None else _from_cache(path, name, key, strict)
+    if native is None:
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(path, strict)
         native = _from_checkpoint(checkpoint, name, threads, key)
     native.report.seconds = time.perf_counter() - start
     return native
 
 
+def config_digest(checkpoint: Checkpoint) -> str | None:
+    """A digest of a configuration that was changed, "" for the files' own; None for one that cannot be described."""
+    config = checkpoint.config
+    if config == checkpoint.read:
+        return ""
+    if not is_described(config):
+        return None
+    return hashlib.blake2b(json.dumps(describe(config), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _from_cache(path: Path, dtype: str, key: Mapping[str, Any], strict: bool) -> NativeModel | None:
+    entry = cache.read(path, dtype, key)
+    if entry is None:
+        return None
+    try:
+        native = _from_entry(path, entry, strict)
+    except ConfigError:  # the checkpoint itself will say it
+        return None
+    except (PlaitError, ValueError, KeyError, TypeError, AttributeError) as error:
+        cache.say_unfit(cache.entry_name(path, dtype, key), error)
+        return None
+    for line in entry.facts["warnings"]:
+        log.warning("%s", line)
+    return native
+
+
 def _from_entry(path: Path, entry: cache.CachedModel, strict: bool) -> NativeModel:
     facts = entry.facts
-    for line in facts["warnings"]:
-        log.warning("%s", line)
     return NativeModel(
         path,
         make_config(facts["model"], strict),

@@ -32,6 +32,7 @@ from plait.kernels.abi import (
 )
 from plait.memory.layout import CacheLayout
 from plait.ops.recording import Op, Recording, Shape, WeightRef
+from plait.weights.numbers import rounded
 from plait.weights.store import VECTOR, PackedWeight
 
 # Operations that a thread may run on a few rows without the others (csrc/plan.cpp has the same list).
@@ -386,8 +387,11 @@ def _embed(low: _Lowering, op: Op) -> bool:
         return False
     if low.weights[ref.name].layout not in LAYOUTS:
         return False
-    # round_scale means nothing here: activations are fp32.
     scale = op.attrs.get("scale", 1.0)
+    if op.attrs.get("round_scale"):
+        # The model was trained with the factor in its weights' dtype. A table of BF16 or F16 numbers tells that dtype;
+        # one in fp32 needs no rounding, and of a quantised one nothing is known: there the factor stays as it is.
+        scale = float(rounded(np.array([scale], np.float32), low.weights[ref.name].layout)[0])
     low.emit("embed", op, (), (low.new(op.outputs[0]),), (low.matrix(ref),), f=(scale,))
     return True
 

@@ -3,7 +3,9 @@ seconds, its memory would stay, and recording needs no number. Meanwhile the cal
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,10 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.errors import PlaitError
 from plait.model.config import ModelConfig
 from plait.model.families import parse_config
 from plait.ops.recording import Recording
 from plait.plan import shapes_only
+
+log = logging.getLogger("plait.load")
+
+# Recording takes a fraction of a second; a process that needs longer hangs.
+TIMEOUT_S = 60.0
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
@@ -36,6 +44,14 @@ def make_config(description: Mapping[str, Any], strict: bool = False) -> ModelCo
     return config
 
 
+def is_described(config: ModelConfig) -> bool:
+    """Whether `describe` tells all of a configuration, which a program may have changed."""
+    try:
+        return make_config(json.loads(json.dumps(describe(config)))) == config
+    except (PlaitError, ValueError, TypeError):
+        return False
+
+
 def record_config(config: ModelConfig) -> Recording:
     """The operations of a model of this configuration, from a decoder of shapes. Imports torch."""
     from plait.model.decoder import build
@@ -53,14 +69,21 @@ class Recorder:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._process = None if "torch" in sys.modules else _start(config)
+        apart = "torch" not in sys.modules and is_described(config)
+        self._process = _start(config) if apart else None
 
     def result(self) -> Recording:
         """Raises what recording raises."""
         if self._process is not None:
-            output, _ = self._process.communicate()
-            if self._process.returncode == 0:
-                return Recording.from_json(output)
+            try:
+                output, errors = self._process.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                errors = f"it took longer than {TIMEOUT_S:.0f} s"
+                self._end()
+            else:
+                if self._process.returncode == 0:
+                    return Recording.from_json(output)
+            log.debug("recording without torch failed, so torch is imported: %s", errors.strip() or "no reason given")
         return record_config(self._config)
 
     def __enter__(self) -> Recorder:
@@ -68,8 +91,12 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
+            self._end()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate()
 
 
 def _start(config: ModelConfig) -> subprocess.Popen[str] | None:
@@ -83,15 +110,19 @@ def _start(config: ModelConfig) -> subprocess.Popen[str] | None:
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(describe(config)))
-        process.stdin.close()
-        process.stdin = None
-    except OSError:
+    except OSError as error:
+        log.debug("recording without torch failed, so torch is imported: %s", error)
         return None
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # one that has ended already says why itself
+        process.stdin.write(json.dumps(describe(config)))
+        process.stdin.flush()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    process.stdin = None
     return process
 
 

@@ -1,8 +1,8 @@
 """A stand-in for torch that knows shapes and nothing else: enough to build a `Decoder` and to record its forward.
 
 Importing torch takes seconds, and recording needs no number. The process that records (plait.plan.recorder) puts this
-module in torch's place before it imports the forward; no other process may. Names of torch that are only mentioned, not
-used, while a forward is recorded give an object that swallows everything.
+module in torch's place before it imports the forward; no other process may. It is strict: what it does not know raises,
+and then the calling process records with torch. A name that is mentioned while modules are imported has to be listed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from types import ModuleType
 from typing import Any
 
 
-class Anything:
-    """Whatever is asked of it: attributes, calls and items give it back; as a decorator it returns the function."""
+class Mentioned:
+    """A name of torch that may be passed around while a forward is recorded. Whatever is done with it is an error."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{self._name} is used while shapes are recorded")
 
-    def __getitem__(self, key: Any) -> Any:
-        return self
+    __call__ = __getitem__ = __iter__ = __bool__ = __len__ = __contains__ = __eq__ = __lt__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 class DType:
@@ -46,6 +44,11 @@ class Tensor:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("a shape has no numbers")
+
+    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
 
 
 class Parameter(Tensor):
@@ -127,6 +130,9 @@ class _Device:
         pass
 
 
+# Names that the reference's tables of functions mention when they are imported.
+MENTIONED = {"torch": ("sigmoid",), "torch.nn.functional": ("gelu", "relu", "silu")}
+
 float32, bfloat16, float16 = DType("float32"), DType("bfloat16"), DType("float16")
 
 
@@ -144,14 +150,6 @@ def install() -> None:
 
 def _module(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update(contents)
-    anything = Anything()
-
-    def missing(attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return anything
-
-    module.__getattr__ = missing  # type: ignore[method-assign]
+    vars(module).update({mention: Mentioned(f"{name}.{mention}") for mention in MENTIONED.get(name, ())} | contents)
     sys.modules[name] = module
     return module

@@ -167,7 +167,7 @@ class _Server:
         infos = await self._client.start()
         for index, (spec, tokenizer, info) in enumerate(zip(self._specs, self._tokenizers, infos, strict=True)):
             self._state.models.append(Served(list(spec.names), index, tokenizer, info))
-            self._say(f"model {spec.names[0]}, computing in {info.precision}, context {info.max_model_len:,} tokens")
+            self._say(f"model {spec.names[0]}, weights in {info.precision}, context {info.max_model_len:,} tokens")
             for line in info.lines:
                 self._say(f"  {line}")
         if self._state.phase == "loading":

@@ -25,6 +25,7 @@ class Checkpoint:
 
     path: the file or directory that was opened. raw: its config.json dictionary (made from the metadata for GGUF).
     config: the model's switches; what a GGUF file says in a tensor (divisors of the rotary frequencies) is in it too.
+    read: the configuration as the files have it, None where nobody says.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Checkpoint:
     source: TensorSource
     names: NameMap
     format: str
+    read: ModelConfig | None = None
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
@@ -54,13 +56,13 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
         # The configuration is judged first: a family that is refused should say so even where tensors are odd too.
         raw = raw_config(path)
         config = parse_config(raw, strict)
-        return Checkpoint(path, raw, config, open_source(path), family(config.model_type).names, "safetensors")
+        return Checkpoint(path, raw, config, open_source(path), family(config.model_type).names, "safetensors", config)
     from plait.weights.gguf_names import GGUF_NAMES
 
     source: Any = open_source(path)
     raw = raw_config(path, source)
     config = with_divisors(parse_config(raw, strict), source)
-    return Checkpoint(path, raw, config, source, GGUF_NAMES[source.metadata["general.architecture"]], "gguf")
+    return Checkpoint(path, raw, config, source, GGUF_NAMES[source.metadata["general.architecture"]], "gguf", config)
 
 
 def read_config(model: str | Path | None, strict: bool = False) -> ModelConfig:

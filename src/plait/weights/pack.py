@@ -259,6 +259,5 @@ def _pack_parameter(parameter: Any, weight: PackedWeight) -> None:
         weight.vector()[:] = tensor.numpy()
         return
     size = tensor.shape[1] * tensor.element_size()
-    pack_rows(
-        weight.name, storage, weight.layout, tensor.data_ptr(), size, None, weight.shape, weight.data, usable_cpus()
-    )
+    threads = need_library().threads()
+    pack_rows(weight.name, storage, weight.layout, tensor.data_ptr(), size, None, weight.shape, weight.data, threads)

@@ -24,6 +24,8 @@ class PackedDecoder(Decoder):
     Training, a forward, or loading a state dict raises UsageError that names the way out.
     """
 
+    _settled = False  # whether its dtype is final
+
     def __init__(self, config: ModelConfig, store: WeightStore) -> None:
         with torch.device("meta"):
             super().__init__(config)
@@ -34,15 +36,23 @@ class PackedDecoder(Decoder):
         """The parameters' values by name, each expanded when it is asked for, in the decoder's dtype."""
         return _Tensors(self)
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Every value, expanded into memory."""
-        out: OrderedDict[str, Tensor] = kwargs.get("destination") or OrderedDict()
+        if args:  # torch still takes them by position
+            destination, prefix = (*args, prefix)[:2] if len(args) == 1 else args[:2]
+        # A module that holds this one gives an empty dictionary, and reads that one afterwards.
+        out = OrderedDict() if destination is None else destination
         tensors = self.tensors()
         for name in tensors:
             out[prefix + name] = tensors[name]
         if self.config.tie_embeddings:
             out[prefix + _HEAD] = out[prefix + "model.embed_tokens.weight"]
         return out
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self._settled:
+            raise self._error("cannot be moved or converted")
+        return super()._apply(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise self._error("takes no other weights")
@@ -87,4 +97,5 @@ def packed_decoder(config: ModelConfig, store: WeightStore, source: Path | None 
     decoder.tie()
     decoder.source = source
     decoder.load_report = store.report
+    decoder._settled = True
     return decoder

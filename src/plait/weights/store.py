@@ -1,7 +1,8 @@
 """Weights as the native kernels read them: packed matrices and float32 vectors by parameter name. No torch.
 
-A store replaces a decoder's parameters: names are the decoder's own (`model.layers.0.attention.q.weight`, ...), values
-are exactly the checkpoint's, the layout is that of csrc/plait_native.h. Two names may share one weight (a tied head).
+A store replaces a decoder's parameters: names are the decoder's own (`model.layers.0.self_attn.q_proj.weight`, ...),
+values are exactly the checkpoint's, the layout is that of csrc/plait_native.h. Two names may share one weight (a tied
+head).
 """
 
 from __future__ import annotations

@@ -48,24 +48,35 @@ class Model:
         self.model = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
         if not self.model:
             raise ValueError(f"llama.cpp does not load {path}")
+        self.size = (threads, context, sequences)
+        self.context: Any = None
+        self.open_context()
+        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+        self.batch = Batch(N_BATCH)
+
+    def open_context(self, unified: bool = False) -> None:
+        """A new context. unified: one key/value cache for all sequences; llama.h advises one for each of them, which
+        is the default."""
+        threads, context, sequences = self.size
+        if self.context:
+            api.llama_free(self.context)
         params = api.llama_context_default_params()
         params.n_ctx = context * sequences
         params.n_batch, params.n_ubatch = N_BATCH, min(512, N_BATCH)
         params.n_threads = params.n_threads_batch = threads
         params.n_seq_max = sequences
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        params.kv_unified = True
+        params.kv_unified = unified
         params.swa_full = False
         params.no_perf = True
         self.context = api.llama_init_from_model(self.model, params)
         if not self.context:
             raise ValueError(f"llama.cpp gives no context of {context} tokens for {sequences} sequences")
-        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
-        self.batch = Batch(N_BATCH)
 
     def close(self) -> None:
         self.batch.free()
-        api.llama_free(self.context)
+        if self.context:
+            api.llama_free(self.context)
         api.llama_model_free(self.model)
 
     def clear(self) -> None:
@@ -122,7 +133,8 @@ def load(path: str, threads: int, context: int, sequences: int = 1) -> dict[str,
         _model.close()
     start = time.perf_counter()
     _model = Model(path, threads, context, sequences)
-    return {"load_s": time.perf_counter() - start, "vocab_size": _model.vocab_size, "kv_dtype": "fp16"}
+    found = {"load_s": time.perf_counter() - start, "vocab_size": _model.vocab_size, "kv_dtype": "fp16"}
+    return {**found, "settles_batch": True}
 
 
 def complete(prompt: list[int], new_tokens: int) -> dict[str, Any]:
@@ -146,6 +158,24 @@ def batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     for i in range(new_tokens - 1):
         steps.append(model.step(steps[-1], len(prompts[0]) + i))
     return {"seconds": time.perf_counter() - start, "tokens": [list(column) for column in zip(*steps, strict=True)]}
+
+
+def settle_batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Run a short batch twice with a key/value cache per sequence and with one for all, and stay with the faster.
+
+    {"kept": its name, "seconds": {name: s}}. Near a tie the cache per sequence stays, which llama.h advises.
+    """
+    model = _loaded()
+    names = {False: "a K/V cache per sequence", True: "one K/V cache for all"}
+    seconds = {}
+    for unified, name in names.items():
+        model.open_context(unified)
+        batch(prompts[:2], 2)
+        seconds[name] = min(batch(prompts, new_tokens)["seconds"] for _ in range(2))
+    unified = seconds[names[True]] < 0.98 * seconds[names[False]]
+    if not unified:
+        model.open_context(False)
+    return {"kept": names[unified], "seconds": seconds}
 
 
 def write_logits(tokens: list[int], file: str) -> dict[str, Any]:
@@ -185,5 +215,5 @@ if __name__ == "__main__":
     api.llama_log_set(QUIET, ctypes.c_void_p(0))
     api.llama_backend_init()
     serve_lines(
-        {f.__name__: f for f in (load, complete, batch, write_logits, quantise, versions)},
+        {f.__name__: f for f in (load, complete, batch, settle_batch, write_logits, quantise, versions)},
     )

@@ -12,6 +12,7 @@ import transformers
 from serve_lines import serve_lines  # type: ignore[import-not-found]
 
 _model: Any = None
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def load(path: str, threads: int, context: int, sequences: int = 1, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -20,7 +21,8 @@ def load(path: str, threads: int, context: int, sequences: int = 1, dtype: str =
     torch.set_num_threads(threads)
     start = time.perf_counter()
     _model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    return {"load_s": time.perf_counter() - start, "vocab_size": _model.config.get_text_config().vocab_size}
+    found = {"load_s": time.perf_counter() - start, "vocab_size": _model.config.get_text_config().vocab_size}
+    return {**found, "kv_dtype": _SHORT[dtype]}
 
 
 @torch.inference_mode()

@@ -28,7 +28,8 @@ def load(path: str, threads: int, context: int, sequences: int = 1, dtype: str =
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
-    return {"load_s": time.perf_counter() - start}
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    return {"load_s": time.perf_counter() - start, "kv_dtype": short[dtype]}
 
 
 def _generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
@@ -44,6 +45,8 @@ def complete(prompt: list[int], new_tokens: int) -> dict[str, Any]:
     """Its first token alone, then the request with `new_tokens` more: the difference is theirs."""
     prompt_s, _ = _generate([prompt], 1)
     whole_s, tokens = _generate([prompt], new_tokens + 1)
+    if whole_s <= prompt_s:
+        raise RuntimeError(f"{new_tokens} tokens took no measurable time beside the prompt's: ask for more of them")
     return {"prompt_s": prompt_s, "decode_s": whole_s - prompt_s, "tokens": tokens[0]}
 
 
