@@ -196,6 +196,7 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "status", "said"),
     [

@@ -105,6 +105,7 @@ def test_native_and_numpy_choose_the_same_tokens_of_many_rows(seed: int) -> None
         compare(rng, int(rng.choice([49_152, 128_256, 262_144])) - int(rng.integers(9)), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

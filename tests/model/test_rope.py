@@ -117,6 +117,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize(("theta", "width"), [(10_000.0, 64), (500_000.0, 128), (150.0, 6)])
 def test_frequencies_equal_those_of_transformers(name: str, theta: float, width: int):

@@ -209,6 +209,7 @@ def sentencepiece_metadata(model: sentencepiece.SentencePieceProcessor, **keys: 
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0▁"), min_size=1, max_size=60))
+@pytest.mark.slow
 def test_scores_alone_give_the_ids_of_sentencepiece(pieces: sentencepiece.SentencePieceProcessor, text: str) -> None:
     tokenizer = tokenizer_from_gguf(sentencepiece_metadata(pieces))
     assert tokenizer.encode(text) == [pieces.bos_id(), *pieces.encode(text)]

@@ -138,6 +138,7 @@ def test_open_source_tells_formats_apart(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.slow
 def test_reading_needs_torch_and_gguf_only_where_they_do_the_work(tmp_path: Path) -> None:
     """Opening imports neither; plain tensors need no gguf."""
     path = tiny_llama(tmp_path / "m.gguf")

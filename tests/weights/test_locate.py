@@ -97,12 +97,14 @@ def hub_script(home: Path, name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_network_the_hub_says_what_to_do(tmp_path: Path) -> None:
     line = hub_script(tmp_path, "hf:owner/name").stdout
     assert line.startswith("UsageError hf:owner/name: cannot be downloaded")
     assert "give its path" in line and line.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_model_in_the_hubs_cache_needs_no_network(tmp_path: Path) -> None:
     commit = "0" * 40
     repo = tmp_path / "hub" / "models--owner--name"

@@ -355,6 +355,7 @@ def test_paths_that_do_not_exist_are_usage_errors(tmp_path: Path) -> None:
             SafetensorsSource(path)
 
 
+@pytest.mark.slow
 def test_the_headers_of_a_very_large_checkpoint_are_read_without_its_data(tmp_path: Path) -> None:
     """163 shards with 560 tensors each, shaped like a 671B mixture of experts; the files are sparse."""
     weight_map = {}
