@@ -31,7 +31,7 @@ constexpr int64_t kSpinInRegion = 500'000, kSpinAfter = 30'000;  // ns
 // Spinning gives way to sched_yield after this long: whoever is waited for may need this very core.
 constexpr int64_t kSpinBeforeYield = 50'000;  // ns
 // Contention is judged over this much time awake, and workers are left out for this long, doubling while it goes on.
-constexpr int64_t kWindow = 15'000'000, kFirstPenalty = 25'000'000, kLastPenalty = 400'000'000;  // ns
+constexpr int64_t kWindow = 150'000'000, kFirstPenalty = 25'000'000, kLastPenalty = 400'000'000;  // ns
 constexpr int64_t kMaskInterval = 1'000'000'000;  // ns between looks at the affinity mask
 constexpr size_t kLeastStack = 1 << 20;           // bytes; musl gives 128 KB, a product may take 150
 constexpr size_t kLine = 128;                     // bytes; two cache lines, which x86 fetches together
