@@ -77,7 +77,7 @@ def test_a_listed_module_does_need_torch(name: str) -> None:
     assert _import_blocked([name]).returncode != 0
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+@pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 def test_generate_from_the_cache_imports_no_torch(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path)
     code = (

@@ -147,7 +147,7 @@ ON_A_MODEL = [
 def test_a_flag_that_the_model_cannot_follow_is_refused_by_name(
     model: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "native" in flags and native.library() is None:
+    if "native" in flags and native.native_library() is None:
         pytest.skip(f"no native library: {native.reason()}")
     assert main(["generate", model, "-p", "x", "--threads", "1", *flags]) == 2
     assert said in capsys.readouterr().err

@@ -74,6 +74,6 @@ def test_the_precision_of_keys_and_values_is_stated_or_refused(
     assert score(capsys, model, files[0], "--plan", "reference")["kv_dtype"] is None
     assert main(["score", model, files[0], "--plan", "reference", "--kv-dtype", "bf16"]) == 2
     assert "--kv-dtype bf16: the reference plan scores without a cache" in capsys.readouterr().err
-    if native.library() is not None:
+    if native.native_library() is not None:
         assert score(capsys, model, files[0])["kv_dtype"] == "fp32"
         assert score(capsys, model, files[0], "--kv-dtype", "bf16")["kv_dtype"] == "bf16"

@@ -143,7 +143,7 @@ def test_a_step_leaves_every_part_of_a_model_in_its_mode(directory: Path) -> Non
 # Plans
 
 
-needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+needs_library = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
 PROMPTS = [{"prompt_token_ids": list(ids)} for ids in (range(1, 40), (7, 8, 9), (200,) * 5)]
 
@@ -236,7 +236,7 @@ def test_more_threads_than_the_library_has_are_refused_at_once() -> None:
 
 @needs_library
 def test_threads_hold_for_the_sampler_of_the_reference_plan_too(directory: Path) -> None:
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     library.set_threads(0)
     default = library.threads()
@@ -293,7 +293,7 @@ def test_buffers_for_embeddings_that_cannot_be_had_are_the_affair_of_one_request
 
 
 def test_the_native_plan_needs_its_library_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.library() is not None:
+    if native.native_library() is not None:
         assert choose_plan("auto", "cpu") == "native" and choose_plan("auto", "cpu", live=True) == "reference"
     assert choose_plan("auto", "cuda") == "reference"
     with pytest.raises(UsageError, match="the native plan runs on the CPU, not on cuda"):

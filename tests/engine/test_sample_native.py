@@ -16,7 +16,7 @@ from plait.engine.sampling_state import NATIVE_SAMPLING, SamplingState, native_s
 from plait.engine.tokens import TokenBuffer
 from plait.kernels import abi, native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason())
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=native.reason())
 
 OFF = SamplingParams()
 
@@ -137,7 +137,7 @@ def test_the_library_draws_philox_as_python_does() -> None:
     params["position"] = positions
     ids = np.empty(rows, np.int32)
     x = np.zeros((rows, vocab), np.float32)
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     assert library.functions.plait_sample(x.ctypes.data, vocab, rows, vocab, params.ctypes.data, ids.ctypes.data) == 0
     assert ids.tolist() == np.floor(uniforms(seeds, choices, positions)[:, 0] * vocab).astype(int).tolist()
@@ -153,7 +153,7 @@ def test_weights_are_numpys_to_the_last_unit() -> None:
     x = np.stack([np.zeros_like(z), z], axis=1)
     params = np.frombuffer(native_sampling(OFF, 1, 0) * len(z), NATIVE_SAMPLING).copy()
     params["seeded"] = 0
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     for step, expected in ((-0.5, 0), (0.5, 1)):
         params["u"] = (first + step) / (first + second)
@@ -171,7 +171,7 @@ def test_rows_that_nobody_asks_about_are_left_alone() -> None:
     params["temperature"][1] = -1
     ids = np.full(3, -7, np.int32)
     x = np.zeros((3, 8), np.float32)
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     library.functions.plait_sample(x.ctypes.data, 8, 3, 8, params.ctypes.data, ids.ctypes.data)
     assert ids[1] == -7 and ids[0] >= 0 and ids[2] >= 0

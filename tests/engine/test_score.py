@@ -14,7 +14,7 @@ from plait.engine.loading import load_model
 from plait.engine.score import Scorer, windows
 from plait.engine.score_forward import DecoderForward, PlanForward
 from plait.errors import RequestError
-from plait.kernels.native import library
+from plait.kernels.native import native_library
 from plait.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import END_OF_TEXT, tiny_model_dir
 
@@ -128,7 +128,7 @@ def test_a_text_with_nothing_to_score_is_refused(decoder: plait.Decoder, tokeniz
         Scorer(DecoderForward(decoder), tokenizer).score(text, "empty.txt")
 
 
-@pytest.mark.skipif(library() is None, reason="needs the native library")
+@pytest.mark.skipif(native_library() is None, reason="needs the native library")
 @pytest.mark.parametrize("window", [16, None])
 def test_the_plan_scores_like_the_decoder(
     tmp_path: Path, tokenizer: Tokenizer, window: int | None, monkeypatch: pytest.MonkeyPatch

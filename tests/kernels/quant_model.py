@@ -29,7 +29,7 @@ BLOCKS = {
 
 def isa_names() -> list[str]:
     """The instruction sets that this machine runs, none without the native library."""
-    library = native.library()
+    library = native.native_library()
     names: list[str] = []
     while library is not None and (name := library.functions.plait_isa_name(len(names))) is not None:
         names.append(name.decode())
@@ -76,7 +76,7 @@ def pack(
     source: np.ndarray, format: str, layout: str, cols: int, row_index: np.ndarray | None = None, threads: int = 1
 ) -> Packed:
     """`source` [rows, ...] (contiguous rows of blocks or numbers of storage `format`) packed as `layout`."""
-    functions = native.library().functions
+    functions = native.native_library().functions
     rows = len(source) if row_index is None else len(row_index)
     count_bytes = functions.plait_packed_bytes(abi.LAYOUTS[layout], rows, cols)
     assert count_bytes > 0
@@ -102,7 +102,7 @@ def unpack(packed: Packed, ids: np.ndarray | None = None) -> np.ndarray:
     """Rows of a packed matrix as the library reads them, float32 [ids, cols]."""
     ids = np.arange(packed.matrix.rows, dtype=np.int32) if ids is None else ids.astype(np.int32)
     out = np.full((len(ids), packed.matrix.cols), np.nan, np.float32)
-    functions = native.library().functions
+    functions = native.native_library().functions
     status = functions.plait_unpack_rows(packed.pointer, ids.ctypes.data, len(ids), out.ctypes.data, packed.matrix.cols)
     assert status == 0, functions.plait_last_error()
     return out
@@ -137,7 +137,7 @@ class Records:
 
 
 def empty_records(rows: int, cols: int) -> Records:
-    row_bytes = native.library().functions.plait_quantised_row_bytes(cols)
+    row_bytes = native.native_library().functions.plait_quantised_row_bytes(cols)
     return Records(aligned(rows * row_bytes).reshape(rows, row_bytes), cols)
 
 
@@ -164,7 +164,7 @@ def quantise(x: np.ndarray) -> Records:
 def native_quantise(isa: str, x: np.ndarray) -> Records:
     """The same by the library."""
     records = empty_records(*x.shape)
-    functions = native.library().functions
+    functions = native.native_library().functions
     status = functions.plait_quantise(
         isa.encode(), x.ctypes.data, x.strides[0] // 4, len(x), x.shape[1], records.data.ctypes.data
     )
@@ -187,7 +187,7 @@ def matmul(
     rows = packed.matrix.rows
     margin = np.full((len(x), rows + 17), np.float32(-7.25), np.float32)
     target = margin[:, :rows] if out is None else out
-    functions = native.library().functions
+    functions = native.native_library().functions
     status = functions.plait_matmul(
         isa.encode(),
         packed.pointer,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from plait.kernels import abi, native
 
-LIBRARY = native.library()
+LIBRARY = native.native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native library: {native.reason()}")
 CHUNK = 512  # kAttendChunk: where the kernel starts a new partial sum
 

@@ -14,7 +14,7 @@ LAYOUTS = abi.FLOAT_LAYOUTS
 
 
 def instruction_sets() -> list[str]:
-    library = native.library()
+    library = native.native_library()
     if library is None:
         return []
     names: list[str] = []
@@ -23,7 +23,7 @@ def instruction_sets() -> list[str]:
     return names
 
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"needs the native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"needs the native library: {native.reason()}")
 every_isa = pytest.mark.parametrize("isa", instruction_sets())
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -65,7 +65,7 @@ def matmul(
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """x [tokens, cols] times the packed matrix transposed (+ bias [rows]) (+ add [tokens, rows]) by plait_matmul."""
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     panels = (rows + 15) // 16
     matrix = abi.Matrix(abi.LAYOUTS[layout], 0, rows, x.shape[1], packed.size // panels, packed.ctypes.data)

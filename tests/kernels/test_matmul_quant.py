@@ -8,7 +8,7 @@ import pytest
 from plait.kernels import abi, native
 from tests.kernels import quant_model as model
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 every_isa = pytest.mark.parametrize("isa", model.isa_names())
 every_layout = pytest.mark.parametrize("layout", model.QUANTISED)
 
@@ -165,7 +165,7 @@ def test_quantiser_at_the_edges_of_float(isa):
 
 
 def test_what_does_not_exist_is_refused():
-    functions = native.library().functions
+    functions = native.native_library().functions
     blocks = model.random_blocks(np.random.default_rng(19), "Q4_0", 16, 32)
     packed = model.pack(blocks, "Q4_0", "Q4_0", 32)
     records = random_records(np.random.default_rng(20), 1, 32)
@@ -186,6 +186,6 @@ def test_what_does_not_exist_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["Q4_1", "Q8_0"])
 def test_measured_rate_is_a_rate(layout):
-    measure = native.library().functions.plait_measure_matmul
+    measure = native.native_library().functions.plait_measure_matmul
     assert 1e6 < measure(abi.LAYOUTS[layout], 1, 0.05) < 1e13
     assert 1e6 < measure(abi.LAYOUTS[layout], 2, 0.05) < 1e13

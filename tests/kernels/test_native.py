@@ -39,7 +39,7 @@ SYSTEMS = {
 
 @pytest.fixture(scope="module")
 def library() -> native.NativeLibrary:
-    found = native.library()
+    found = native.native_library()
     if found is None:
         pytest.skip(f"no native library: {native.reason()}")
     return found
@@ -113,7 +113,7 @@ def test_a_library_that_was_asked_for_must_load(monkeypatch, tmp_path):
     wrong.write_bytes(b"not a library")
     monkeypatch.setenv("PLAIT_NATIVE_LIBRARY", str(wrong))
     with pytest.raises(UsageError, match="PLAIT_NATIVE_LIBRARY.*cannot be loaded"):
-        native.library()
+        native.native_library()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

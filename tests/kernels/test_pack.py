@@ -11,7 +11,7 @@ import pytest
 from plait.kernels import abi, native
 from tests.kernels import quant_model as model
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 
 FLOATS = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16}
 QUANTISABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # gguf's numpy code can write these
@@ -123,13 +123,13 @@ def test_selected_rows_and_ids_out_of_range():
     out = np.zeros(256, np.float32)
     for wrong in (-1, 33):
         one = np.array([wrong], np.int32)
-        functions = native.library().functions
+        functions = native.native_library().functions
         assert functions.plait_unpack_rows(packed.pointer, one.ctypes.data, 1, out.ctypes.data, 256) == -1
         assert b"33 rows" in functions.plait_last_error()
 
 
 def test_sizes_of_matrices_and_records():
-    size = native.library().functions.plait_packed_bytes
+    size = native.native_library().functions.plait_packed_bytes
     for name, (cols, block_bytes, _) in model.BLOCKS.items():
         # The packed form is as small as the file's, but for the scales of K-quants, which get a byte each.
         packed = size(abi.LAYOUTS[name], 32, cols)
@@ -140,12 +140,12 @@ def test_sizes_of_matrices_and_records():
     assert size(abi.LAYOUTS["F16"], 16, 3) == size(abi.LAYOUTS["F32"], 16, 3) // 2 == 96
     assert size(abi.LAYOUT_VECTOR, 1, 7) == 28
     assert size(11, 16, 32) == size(-1, 16, 32) == size(3, 0, 32) == size(3, 16, 0) == -1
-    record = native.library().functions.plait_quantised_row_bytes
+    record = native.native_library().functions.plait_quantised_row_bytes
     assert record(32) == 64 and record(576) == 832 and record(33) == record(0) == -1
 
 
 def test_what_cannot_be_packed_is_refused():
-    functions = native.library().functions
+    functions = native.native_library().functions
     memory = np.zeros(4096, np.uint8)
 
     def status(format, layout, rows=1, cols=32, index=None):
@@ -168,6 +168,6 @@ def test_vectors_are_rows_too():
     values = np.arange(5, dtype=np.float32)
     matrix = abi.Matrix(abi.LAYOUT_VECTOR, 0, 1, 5, 20, values.ctypes.data)
     ids, out = np.zeros(1, np.int32), np.empty(5, np.float32)
-    functions = native.library().functions
+    functions = native.native_library().functions
     assert functions.plait_unpack_rows(ctypes.pointer(matrix), ids.ctypes.data, 1, out.ctypes.data, 5) == 0
     np.testing.assert_array_equal(out, values)

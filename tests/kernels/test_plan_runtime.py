@@ -18,7 +18,7 @@ from tests.kernels import quant_model
 from tests.kernels.quant_model import isa_names
 from tests.kernels.toy_plan import LOGITS, Builder, Plan, Steps, functions
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 
 D, HEADS, KV_HEADS, WIDTH, F, V, SAMPLED = 64, 4, 2, 32, 160, 107, 99
 BLOCK = 8

@@ -15,7 +15,9 @@ from plait.kernels import abi, native
 from plait.ops import reference
 from tests.kernels.test_matmul_float import instruction_sets, pack
 
-needs_library = pytest.mark.skipif(native.library() is None, reason=f"needs the native library: {native.reason()}")
+needs_library = pytest.mark.skipif(
+    native.native_library() is None, reason=f"needs the native library: {native.reason()}"
+)
 every_isa = pytest.mark.parametrize("isa", instruction_sets())
 widths = pytest.mark.parametrize("width", [1, 3, 8, 15, 16, 31, 64, 67, 576, 1000])
 SPECIAL = [0.0, -0.0, 1e-40, 1e-30, 0.62, 0.63, 1, 5, 9, 13, 14, 20, 88, 89, 104, 1e5, 1e20, 3e38, np.inf, np.nan]
@@ -33,7 +35,7 @@ def run(
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """plait_row_op on the rows of `inputs` into `out` (default: a new array like inputs[0])."""
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     op = abi.Op()
     op.kind = abi.OP_KINDS[kind]
@@ -246,7 +248,7 @@ def test_wrong_calls_are_refused():
 
 @needs_library
 def test_read_bandwidth_is_plausible():
-    functions = native.library().functions
+    functions = native.native_library().functions
     assert 1e8 < functions.plait_measure_read(8 << 20, 1, 3) < 1e12
     assert 1e8 < functions.plait_measure_read(8 << 20, 2, 3) < 2e12
     assert functions.plait_measure_read(10, 1, 1) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from plait.kernels import native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -23,7 +23,7 @@ def in_process(code: str, timeout: float = 60) -> str:
         "import os, sys, time\n"
         "from plait.kernels import native\n"
         "from tests.kernels.test_plan_runtime import Toy, run_steps\n"
-        "functions = native.library().functions\n"
+        "functions = native.native_library().functions\n"
         "def workers():\n"
         "    names = [open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task')]\n"
         "    return sorted(name for name in names if name.startswith('plait-'))\n"
@@ -36,7 +36,7 @@ def in_process(code: str, timeout: float = 60) -> str:
 
 
 def test_the_number_of_threads_can_be_set_within_limits():
-    functions = native.library().functions
+    functions = native.native_library().functions
     before = functions.plait_threads()
     try:
         assert functions.plait_set_threads(3) == 0 and functions.plait_threads() == 3

@@ -17,7 +17,7 @@ TOKENS, LOGITS = abi.ROWS_TOKENS, abi.ROWS_LOGITS
 
 def functions() -> Any:
     """The library's C functions."""
-    library = native.library()
+    library = native.native_library()
     assert library is not None
     return library.functions
 

@@ -23,7 +23,7 @@ from plait.weights.checkpoint import open_checkpoint
 from tests.gguf_files import tiny_llama, write_split
 from tests.tiny import tiny_model_dir
 
-needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+needs_library = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 FACTS = {"a": [1, 2.5, None], "b": {"c": "text"}}
 KEY = {"of": "a test", "files": [["x", 1, 2, 3, "ff"]]}
 

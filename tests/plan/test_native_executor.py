@@ -10,7 +10,7 @@ import torch
 
 from plait.engine.reference_executor import ReferenceExecutor
 from plait.errors import EngineError, UsageError
-from plait.kernels.native import library, reason
+from plait.kernels.native import native_library, reason
 from plait.memory.layout import make_layout
 from plait.model.decoder import Decoder
 from plait.model.record import record
@@ -29,7 +29,7 @@ __all__ = ["one_thread"]
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(library() is None, reason=f"no native library: {reason()}"),
+    pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}"),
 ]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -224,7 +224,7 @@ def test_the_reference_takes_no_more_threads_than_the_plan_beside_it(monkeypatch
     from plait.ops.reference import REFERENCE
 
     monkeypatch.setitem(REFERENCE, "twist", lambda x: x)
-    native = library()
+    native = native_library()
     assert native is not None
     decoder = decoder_of("llama")
     pair = Pair(decoder, planted(record(decoder), value_of(record(decoder), "embed"), "twist"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.kernels.native import library, reason
+from plait.kernels.native import native_library, reason
 from plait.memory.layout import make_layout
 from plait.model.decoder import build
 from plait.model.record import record
@@ -25,7 +25,7 @@ from tests.real_models import gemma3_path, smollm2_path
 pytestmark = [
     pytest.mark.real_model,
     pytest.mark.slow,
-    pytest.mark.skipif(library() is None, reason=f"no native library: {reason()}"),
+    pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}"),
 ]
 BYTES = {"fp32": 4, "bf16": 2}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import UsageError
-from plait.kernels.native import library
+from plait.kernels.native import native_library
 from plait.server.run import _listen
 from tests.server.running import Server, children, is_alive, running, wait_for
 
@@ -48,7 +48,7 @@ def test_the_http_process_has_no_torch(server):
 
     server.complete(prompt="x", max_tokens=1, ignore_eos=True)
     assert not has_torch(server.process.pid)
-    assert has_torch(server.engine_pid) == (library() is None)  # the native plan needs none either
+    assert has_torch(server.engine_pid) == (native_library() is None)  # the native plan needs none either
 
 
 def test_the_start_says_what_runs_and_what_fits(server):

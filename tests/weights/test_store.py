@@ -21,7 +21,7 @@ from plait.weights.store import PackedWeight, WeightStore, aligned_bytes, packed
 from tests.gguf_files import tiny_llama, write_gguf
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.reason()}")
+pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 
 # Columns that every block divides, so that each type can be stored as it is.
 WIDE: dict[str, Any] = {

@@ -43,7 +43,7 @@ def median_seconds(work: Callable[[], Any]) -> float:
 
 def machine() -> dict[str, Any]:
     """The CPU, how many of its processors this process may use, its memory and system, and the kernels in use."""
-    library = native.library()
+    library = native.native_library()
     return {
         "cpu": read_cpu_model(),
         "usable_cpus": native.usable_cpus(),
@@ -52,7 +52,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "kernels": library.isa() if library is not None else None,
-        "library": native.reason(),
+        # The file's name without its folder: results are for others to read.
+        "library": native.reason() if library is None else library.path.name,
     }
 
 
@@ -76,7 +77,7 @@ def source_commit(root: Path = _ROOT) -> str | None:
 
 def read_rate(num_bytes: int, threads: int) -> float:
     """Bytes per second of reading a buffer of num_bytes, the median of READ_ROUNDS rounds: what lasts."""
-    library = native.library()
+    library = native.native_library()
     if library is not None:
         return float(library.functions.plait_measure_read(num_bytes, threads, READ_ROUNDS))
     import torch
@@ -94,7 +95,7 @@ def product_rate(layout: str, threads: int) -> float | None:
 
     Without the native library: torch's products, for F32 and BF16.
     """
-    library = native.library()
+    library = native.native_library()
     if library is not None:
         rate = float(library.functions.plait_measure_matmul(LAYOUTS[layout], threads, _PRODUCT_S))
         return rate if rate > 0 else None

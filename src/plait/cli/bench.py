@@ -118,7 +118,7 @@ def _default_threads() -> int:
     """As many as our kernels take where nobody says."""
     from plait.kernels import native
 
-    library = native.library()
+    library = native.native_library()
     return native.usable_cpus() if library is None else library.threads()
 
 

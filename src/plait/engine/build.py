@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from plait.engine.loading import LoadedModel, check_device, choose_plan, is_decoder, load_model
 from plait.errors import CapacityError, PlaitError, UsageError
-from plait.kernels.native import available_memory_bytes, library, reason
+from plait.kernels.native import available_memory_bytes, native_library, reason
 from plait.memory.layout import CacheLayout, make_layout
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def build_engine(
     bundle.report |= _plan_report(bundle.plan, executor, kv_dtype)
     loading = [] if loaded.report is None else loaded.report.lines()
     automatic = plan == "auto" and device.startswith("cpu")
-    missed = reason() if automatic and library() is None and not is_decoder(model) else None
+    missed = reason() if automatic and native_library() is None and not is_decoder(model) else None
     bundle.lines = [*loading, *_plan_lines(bundle.report, loaded, missed), *notes, _fits_line(bundle.report)]
     if loaded.defaults:
         shown = ", ".join(f"{k}={v}" for k, v in loaded.defaults.items())
@@ -276,7 +276,7 @@ def _plan_report(plan: str, executor: Any, kv_dtype: str) -> dict[str, Any]:
     """How steps are computed; threads: of the process that computes them."""
     if plan == "reference":
         return {"plan": plan, "kv_dtype": kv_dtype}
-    native = cast("NativeLibrary", library())
+    native = cast("NativeLibrary", native_library())
     return {
         "plan": plan,
         "kv_dtype": kv_dtype,

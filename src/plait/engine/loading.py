@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from plait.errors import ConfigError, RequestError, UsageError
-from plait.kernels.native import library, reason, usable_cpus
+from plait.kernels.native import native_library, reason, usable_cpus
 
 if TYPE_CHECKING:
     from plait.model.config import ModelConfig
@@ -91,11 +91,11 @@ def choose_plan(plan: str, device: str, live: bool = False) -> str:
     """
     on_cpu = device.startswith("cpu")
     if plan == "auto":
-        return "native" if on_cpu and not live and library() is not None else "reference"
+        return "native" if on_cpu and not live and native_library() is not None else "reference"
     if plan == "native":
         if not on_cpu:
             raise UsageError(f"the native plan runs on the CPU, not on {device}: leave out --plan or --device")
-        if library() is None:
+        if native_library() is None:
             raise UsageError(f"there is no native plan, because there is no native library ({reason()})")
     return plan
 
@@ -143,7 +143,7 @@ def set_threads(threads: int | None, device: str, plan: str) -> None:
     The library's also where the reference computes, because tokens are sampled there; torch's only where torch
     computes (on the native plan that is plait.plan.host's affair).
     """
-    native = library()
+    native = native_library()
     if native is not None:
         native.set_threads(0 if threads is None else threads)
     if plan == "native":

@@ -55,7 +55,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, use_native: bool = True) -> None:
         self.vocab_size = vocab_size
-        library = native.library() if use_native else None
+        library = native.native_library() if use_native else None
         self._native = None if library is None else library.functions
         self.compute_s = 0.0  # in the native library, all calls together
         # Fresh arrays of these sizes would cost page faults for every row.

@@ -107,21 +107,21 @@ class NativeLibrary:
 
 @dataclass(frozen=True)
 class _Outcome:
-    library: NativeLibrary | None
+    loaded: NativeLibrary | None
     reason: str
 
 
 def available() -> bool:
     """Whether the native library is in use; `reason()` says why not."""
-    return library() is not None
+    return native_library() is not None
 
 
-def library() -> NativeLibrary | None:
+def native_library() -> NativeLibrary | None:
     """The native library, loaded once per process; None where plait runs without.
 
     Raises UsageError where PLAIT_NATIVE_LIBRARY names a file that is no library of this version.
     """
-    return _outcome(os.environ.get("PLAIT_NATIVE_LIBRARY", "")).library
+    return _outcome(os.environ.get("PLAIT_NATIVE_LIBRARY", "")).loaded
 
 
 def reason() -> str:
@@ -150,13 +150,13 @@ def _installed_library() -> Path | None:
 
 def cpu_features() -> CpuFeatures:
     """Instructions that may be used on this CPU."""
-    native = library()
+    native = native_library()
     return machine.read_cpu_features() if native is None else native.cpu_features()
 
 
 def topology() -> Topology:
     """CPUs, cores, caches and NUMA nodes that this process may use now."""
-    native = library()
+    native = native_library()
     return (native.topology() if native is not None else None) or machine.read_topology()
 
 
@@ -167,7 +167,7 @@ def usable_cpus() -> int:
 
 def available_memory_bytes() -> int:
     """Bytes that can be taken now without swapping, within the machine and every control group."""
-    native = library()
+    native = native_library()
     available_bytes = native.available_memory_bytes() if native is not None else None
     return machine.read_available_memory_bytes() if available_bytes is None else available_bytes
 

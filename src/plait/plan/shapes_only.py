@@ -60,15 +60,13 @@ class Module:
     """Parameters and modules by attribute, in the order of their assignment."""
 
     training = True
+    forward: Any  # every part defines its own
 
     def __init__(self) -> None:
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         yield prefix, self

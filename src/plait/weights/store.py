@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plait.errors import WeightError
 from plait.kernels import abi
-from plait.kernels.native import NativeLibrary, NativeLibraryError, library, reason
+from plait.kernels.native import NativeLibrary, NativeLibraryError, native_library, reason
 
 VECTOR = "VECTOR"
 _ALIGNMENT = 64
@@ -27,7 +27,7 @@ _EXPAND_ROWS = 4096
 
 def need_library() -> NativeLibrary:
     """The native library; NativeLibraryError with the reason where there is none."""
-    native = library()
+    native = native_library()
     if native is None:
         raise NativeLibraryError(f"packed weights need the native library, which is not in use: {reason()}")
     return native
