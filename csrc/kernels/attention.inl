@@ -78,20 +78,27 @@ struct Floats {
 // ---------------------------------------------------------------------------------------------------------------
 // Softmax
 
-// e^x for x <= 0; below -87 the smallest normal number or so instead of 0. Relative error 1.5e-7, exactly 1 at 0.
-PLAIT_INLINE vf exp_low(vf x) {
-  const vf low = splat(-87.0f), shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf y = max(low, x);                                  // NaN passes
-  const vf n = fma(y, splat(1.44269504f), shift);
-  vf r = fma(n - shift, splat(-0.693145752f), y);
-  r = fma(n - shift, splat(-1.42860677e-6f), r);
-  vf p = splat(8.312520571e-3f);
-  p = fma(p, r, splat(4.189015552e-2f));
-  p = fma(p, r, splat(1.666711420e-1f));
-  p = fma(p, r, splat(4.999923110e-1f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  return p * as_float((as_bits(n) << 23) + 0x3f800000u);
+// x = e^x for x <= 0; below -87 the smallest normal number or so instead of 0. Relative error 1.5e-7, exactly 1 at 0.
+// All N step by step together: one alone is a chain of so many steps that the CPU's window holds too few of them.
+template <int N>
+PLAIT_INLINE void exp_low(vf (&x)[N]) {
+  // 1.5 * 2^23: adding it rounds to an integer; 127 makes the low bits the exponent.
+  const vf low = splat(-87.0f), shift = splat(12582912.0f + 127.0f);
+  vf n[N], p[N];
+#define PLAIT_STEP(statement) \
+  _Pragma("GCC unroll 8")     \
+  for (int i = 0; i < N; i++) statement
+  PLAIT_STEP(x[i] = max(low, x[i]));  // NaN passes
+  PLAIT_STEP(n[i] = fma(x[i], splat(1.44269504f), shift));
+  PLAIT_STEP(x[i] = fma(n[i] - shift, splat(-0.693145752f), x[i]));
+  PLAIT_STEP(x[i] = fma(n[i] - shift, splat(-1.42860677e-6f), x[i]));
+  PLAIT_STEP(p[i] = fma(splat(8.312520571e-3f), x[i], splat(4.189015552e-2f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.666711420e-1f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(4.999923110e-1f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.0f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.0f)));
+  PLAIT_STEP(x[i] = p[i] * as_float(as_bits(n[i]) << 23));
+#undef PLAIT_STEP
 }
 
 // limit * tanh(x / limit): a polynomial near 0, where the formula with e^x would cancel.
@@ -108,35 +115,62 @@ PLAIT_INLINE vf capped(vf x, vf limit, vf inverse) {
   return limit * (a < splat(0.625f) ? near : signed_far);  // a NaN goes the far way and stays
 }
 
+// s[0 .. W) = `other` in the lanes [from, to).
+PLAIT_INLINE void put_lanes(float *s, int64_t from, int64_t to, float other) {
+  vi lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  const vi inside = (vi)(lane >= (int32_t)from) & (vi)(lane < (int32_t)to);
+  store(s, inside ? splat(other) : load(s));
+}
+
 // Scores s[low .. high) of one row (indices into its chunk) become weights e^(s - highest). Weights in [from, to)
-// outside [low, high) become 0. Returns the highest score; *total is the sum of weights.
+// outside [low, high) become 0, and others beside them may. Returns the highest score; *total is the sum of weights.
 static __attribute__((noinline)) float soften(float *s, int64_t low, int64_t high, int64_t from, int64_t to,
                                               float soft_cap, float *total) {
   *total = 0;
+  const vf zero{};
   if (low >= high) {
-    for (int64_t i = from; i < to; i++) s[i] = 0;
+    for (int64_t i = from / W * W; i < to; i += W) store(s + i, zero);
     return -__builtin_inff();
   }
-  const int64_t begin = low / W * W, end = (high + W - 1) / W * W;
+  const int64_t begin = low / W * W, last = (high - 1) / W * W;
   if (soft_cap > 0) {
     const vf limit = splat(soft_cap), inverse = splat(1 / soft_cap);
-    for (int64_t i = begin; i < end; i += W) store(s + i, capped(load(s + i), limit, inverse));
+    for (int64_t i = begin; i <= last; i += W) store(s + i, capped(load(s + i), limit, inverse));
   }
-  for (int64_t i = begin; i < low; i++) s[i] = -__builtin_inff();
-  for (int64_t i = high; i < end; i++) s[i] = -__builtin_inff();
-  vf highest = splat(-__builtin_inff());
-  for (int64_t i = begin; i < end; i += W) highest = max(highest, load(s + i));
-  const float top = max_of(highest);
+  // Whole vectors: a vector's load would wait for single numbers that were just stored.
+  const bool starts = low > begin, ends = high < last + W;
+  if (starts) put_lanes(s + begin, 0, low - begin, -__builtin_inff());
+  if (ends) put_lanes(s + last, high - last, W, -__builtin_inff());
+  vf highest[4];
+  for (int k = 0; k < 4; k++) highest[k] = splat(-__builtin_inff());
+  int64_t i = begin;
+  for (; i + 3 * W <= last; i += 4 * W)
+    for (int k = 0; k < 4; k++) highest[k] = max(highest[k], load(s + i + k * W));
+  for (; i <= last; i += W) highest[0] = max(highest[0], load(s + i));
+  const float top = max_of(max(max(highest[0], highest[1]), max(highest[2], highest[3])));
   const vf base = splat(top);
   vf sums{};
-  for (int64_t i = begin; i < end; i += W) {
-    const vf p = exp_low(load(s + i) - base);
-    store(s + i, p);
-    sums += p;
+  for (i = begin; i + 3 * W <= last; i += 4 * W) {
+    vf p[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) p[k] = load(s + i + k * W) - base;
+    exp_low(p);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) store(s + i + k * W, p[k]);
+    for (int k = 0; k < 4; k++) sums += p[k];
+  }
+  for (; i <= last; i += W) {
+    vf p[1] = {load(s + i) - base};
+    exp_low(p);
+    store(s + i, p[0]);
+    sums += p[0];
   }
   *total = sum(sums);
-  for (int64_t i = from; i < low; i++) s[i] = 0;
-  for (int64_t i = high; i < to; i++) s[i] = 0;
+  if (starts) put_lanes(s + begin, 0, low - begin, 0);
+  if (ends) put_lanes(s + last, high - last, W, 0);
+  for (i = from / W * W; i < begin; i += W) store(s + i, zero);
+  for (i = last + W; i < to; i += W) store(s + i, zero);
   return top;
 }
 
@@ -164,12 +198,12 @@ PLAIT_INLINE void store_lanes(float *p, vf v, int lanes) {
   memcpy(p, &v, 4 * (LANES ? LANES : lanes));
 }
 
-// s[r][v][lane] = q_r . key: R rows (q [width][R]) by NV vectors of keys. One pair of the width lies `stride` bytes
+// s[r][v][lane] = q_r . key: R rows, q_stride apart, by NV vectors of keys. One pair of the width lies `stride` bytes
 // after the one before. ahead: the vectors of a later tile, which are fetched meanwhile; null where keys are in the
 // cache.
 template <class T, int R, int NV, int L>
-static void score_tile(const float *q, int64_t pairs, const uint8_t *const *keys, const uint8_t *const *ahead,
-                       int64_t stride, int64_t gap, float *s) {
+static void score_tile(const float *q, int64_t q_stride, int64_t pairs, const uint8_t *const *keys,
+                       const uint8_t *const *ahead, int64_t stride, int64_t gap, float *s) {
   const uint8_t *k[NV];
   int64_t distance[NV];
   Tile<R, NV> sums = {};
@@ -187,14 +221,14 @@ static void score_tile(const float *q, int64_t pairs, const uint8_t *const *keys
     vf numbers[NV];
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) numbers[v] = T::template first<L>(k[v], L);
-    sums.add(q, 1, numbers);
+    sums.add(q, q_stride, numbers);
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) {
       numbers[v] = T::template second<L>(k[v], gap, L);
       k[v] += stride;
     }
-    sums.add(q + R, 1, numbers);
-    q += 2 * R;
+    sums.add(q + 1, q_stride, numbers);
+    q += 2;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -221,7 +255,11 @@ struct Blocks {
 // The values of keys [key0, key1); `ahead` keys (whole blocks) further on, up to the end, values are fetched meanwhile.
 struct Range {
   int64_t key0, key1, ahead, end;
+  int64_t block, ahead_blocks;  // block of key0, `ahead` in blocks: one division for all strips of features
 };
+PLAIT_INLINE Range range_of(const Blocks &blocks, int64_t key0, int64_t key1, int64_t ahead, int64_t end) {
+  return {key0, key1, ahead, end, key0 / blocks.tokens, ahead / blocks.tokens};
+}
 
 // out[r][0 .. NV vectors) += sum over the range's keys of p[r][key] * value, in ascending order of keys. p points at
 // key 0. LANES 0: one vector of `lanes` numbers. `kept` lanes, counted from the end, of the last vector are stored.
@@ -236,14 +274,14 @@ static void weigh_tile(const float *p, const Blocks &blocks, const Range &range,
     for (int v = 0; v < NV; v++)
       sums.at[r][v] = LANES ? load(out + r * out_stride + v * W) : load_part(out + r * out_stride, lanes);
   const int64_t stride = blocks.value_stride, gap = blocks.value_gap;
-  int64_t block = key0 / blocks.tokens, slot = key0 - block * blocks.tokens;
+  int64_t block = range.block, slot = key0 - block * blocks.tokens;
   for (int64_t key = key0; key < key1; block++, slot = 0) {
     int64_t count = blocks.tokens - slot;
     if (count > key1 - key) count = key1 - key;
     const uint8_t *values = blocks.values + blocks.table[block] * blocks.block_stride + slot / 2 * stride + offset;
     int64_t distance = 0;
     if (range.ahead && key + range.ahead < range.end) {
-      const int64_t later = blocks.table[block + range.ahead / blocks.tokens] - blocks.table[block];
+      const int64_t later = blocks.table[block + range.ahead_blocks] - blocks.table[block];
       distance = later * blocks.block_stride;
     }
     const float *weights = p + key;
@@ -356,7 +394,8 @@ struct Rows {
     case 2: call(2); break;  \
     case 3: call(3); break;  \
     case 4: call(4); break;  \
-    default: call(5);        \
+    case 5: call(5); break;  \
+    default: call(6);        \
   }
 
 // Vectors in a tile of few rows: about 12 sums hide the latency of an addition, and registers for them are there.
@@ -367,18 +406,19 @@ struct Wide {
 PLAIT_INLINE int wide(int rows) { return rows <= 2 ? 4 : rows == 3 ? Wide<3>::vectors : 2; }
 
 template <class T, int L>
-static void score_strip(int rows, int vectors, const float *q, int64_t pairs, const uint8_t *const *keys,
-                        const uint8_t *const *ahead, int64_t stride, int64_t gap, float *s) {
+static void score_strip(int rows, int vectors, const float *q, int64_t q_stride, int64_t pairs,
+                        const uint8_t *const *keys, const uint8_t *const *ahead, int64_t stride, int64_t gap,
+                        float *s) {
   if (vectors == 1) {
-#define CALL(R) score_tile<T, R, 1, L>(q, pairs, keys, ahead, stride, gap, s)
+#define CALL(R) score_tile<T, R, 1, L>(q, q_stride, pairs, keys, ahead, stride, gap, s)
     PLAIT_FOR_ROWS(CALL)
 #undef CALL
   } else if (vectors == 2) {
-#define CALL(R) score_tile<T, R, 2, L>(q, pairs, keys, ahead, stride, gap, s)
+#define CALL(R) score_tile<T, R, 2, L>(q, q_stride, pairs, keys, ahead, stride, gap, s)
     PLAIT_FOR_ROWS(CALL)
 #undef CALL
   } else {
-#define CALL(R) score_tile<T, R, Wide<R>::vectors, L>(q, pairs, keys, ahead, stride, gap, s)
+#define CALL(R) score_tile<T, R, Wide<R>::vectors, L>(q, q_stride, pairs, keys, ahead, stride, gap, s)
     PLAIT_FOR_ROWS(CALL)
 #undef CALL
   }
@@ -440,14 +480,15 @@ static __attribute__((noinline)) void weigh_alone(const float *p, const Blocks &
       weigh_latent<T, L>(1, p, blocks, key0, key1, pair, out + 2 * pair, 0);
     return;
   }
-  for (int64_t f = 0; f < width; f += W) weigh_strip<T>(1, 1, p, blocks, {key0, key1, 0, 0}, f, width, out, 0);
+  const Range range = range_of(blocks, key0, key1, 0, 0);
+  for (int64_t f = 0; f < width; f += W) weigh_strip<T>(1, 1, p, blocks, range, f, width, out, 0);
 }
 
 // Values are passed over once per strip of features: this many bytes of them stay near meanwhile, in the first cache
 // for one tile of rows, whose values come from memory, in the second for many.
 constexpr int64_t kSegmentBytes = 8192, kLongSegmentBytes = 65536;
 
-// Partials of rows [row0, row0 + count) over [key0, key1), a chunk or its beginning. q: scaled, per tile [width][rows].
+// Partials of rows [row0, row0 + count) over [key0, key1), a chunk or its beginning. q: scaled, [rows][width].
 template <class T, int L>
 static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Rows &rows, int64_t row0, int64_t count,
                          int64_t key0, int64_t key1, const float *q, float *s, float *partial) {
@@ -456,6 +497,13 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
   const bool latent = cache.value_width == 0;
   const int64_t chunk = key0 / kAttendChunk * kAttendChunk;
   const int64_t begin = rows.low(row0, key0), end = rows.high(row0 + count - 1, key1);
+  // What each tile sees: rows divide by the group, which is slow.
+  int64_t lows[kAttendRows / kTileRows + 1], highs[kAttendRows / kTileRows + 1];
+  for (int64_t tile = 0, k = 0; tile < count; tile += kTileRows, k++) {
+    const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
+    lows[k] = rows.low(row0 + tile, key0);
+    highs[k] = rows.high(row0 + tile + n - 1, key1);
+  }
   // One tile alone waits for memory: what comes next is fetched early, and the tile may be wide.
   const bool alone = count <= kTileRows;
   const int vectors = alone ? wide((int)count) : 2;
@@ -481,9 +529,10 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
     const uint8_t **ahead = alone && next_strip == strip ? later : nullptr;
     for (int64_t tile = 0; tile < count; tile += kTileRows) {
       const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
-      if (rows.low(row0 + tile, key0) < next && rows.high(row0 + tile + n - 1, key1) > key)
-        score_strip<T, L>((int)n, strip, q + tile * cache.key_width, pairs, keys, ahead, blocks.key_stride,
-                          blocks.key_gap, s + tile * kScoreStride + (key - chunk));
+      const int64_t high = highs[tile / kTileRows];
+      if (lows[tile / kTileRows] < next && high > key)
+        score_strip<T, L>((int)n, high <= key + L ? 1 : strip, q + tile * cache.key_width, cache.key_width, pairs, keys,
+                          ahead, blocks.key_stride, blocks.key_gap, s + tile * kScoreStride + (key - chunk));
     }
     key = next;
     strip = next_strip;
@@ -501,13 +550,13 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
 
   for (int64_t tile = 0; tile < count; tile += kTileRows) {
     const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
-    int64_t from = rows.low(row0 + tile, key0), to = rows.high(row0 + tile + n - 1, key1);
+    int64_t from = lows[tile / kTileRows], to = highs[tile / kTileRows];
     if (latent) from = from / L * L, to = (to + L - 1) / L * L;
     for (int64_t i = tile; i < tile + n; i++) {
       float *head = partial + i * out_stride;
       head[0] = soften(s + i * kScoreStride, rows.low(row0 + i, key0) - chunk, rows.high(row0 + i, key1) - chunk,
                        from - chunk, to - chunk, args.soft_cap, head + 1);
-      memset(head + kPartialHead, 0, width * sizeof(float));
+      memset(head + 2, 0, (kPartialHead - 2 + width) * sizeof(float));
     }
   }
 
@@ -515,7 +564,7 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
   for (int64_t pair = 0; latent && pair < width / 2; pair++)
     for (int64_t tile = 0; tile < count; tile += kTileRows) {
       const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
-      const int64_t from = rows.low(row0 + tile, key0), to = rows.high(row0 + tile + n - 1, key1);
+      const int64_t from = lows[tile / kTileRows], to = highs[tile / kTileRows];
       if (from < to)
         weigh_latent<T, L>((int)n, p + tile * kScoreStride, blocks, from, to, pair,
                            partial + tile * out_stride + kPartialHead + 2 * pair, out_stride);
@@ -523,18 +572,18 @@ static void attend_chunk(const AttendArgs &args, const Blocks &blocks, const Row
   for (int64_t key = begin; !latent && key < end;) {
     int64_t stop = (key / segment + 1) * segment;
     if (stop > end) stop = end;
-    for (int64_t f = 0; f < width;) {
-      const int strip_vectors = width - f >= vectors * W ? vectors : width - f >= 2 * W ? 2 : 1;
-      for (int64_t tile = 0; tile < count; tile += kTileRows) {
-        const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
-        Range range{rows.low(row0 + tile, key0), rows.high(row0 + tile + n - 1, key1), alone ? segment : 0, end};
-        if (range.key0 < key) range.key0 = key;
-        if (range.key1 > stop) range.key1 = stop;
-        if (range.key0 < range.key1)
-          weigh_strip<T>((int)n, strip_vectors, p + tile * kScoreStride, blocks, range, f, width,
-                         partial + tile * out_stride + kPartialHead, out_stride);
+    for (int64_t tile = 0; tile < count; tile += kTileRows) {
+      const int64_t n = count - tile < kTileRows ? count - tile : kTileRows;
+      const int64_t low = lows[tile / kTileRows], high = highs[tile / kTileRows];
+      const int64_t from = low > key ? low : key, to = high < stop ? high : stop;
+      if (from >= to) continue;
+      const Range range = range_of(blocks, from, to, alone ? segment : 0, end);
+      for (int64_t f = 0; f < width;) {
+        const int strip_vectors = width - f >= vectors * W ? vectors : width - f >= 2 * W ? 2 : 1;
+        weigh_strip<T>((int)n, strip_vectors, p + tile * kScoreStride, blocks, range, f, width,
+                       partial + tile * out_stride + kPartialHead, out_stride);
+        f += strip_vectors * W;
       }
-      f += strip_vectors * W;
     }
     key = stop;
   }
@@ -605,6 +654,13 @@ static void finish_row(const AttendArgs &args, int32_t kv_head, int64_t t0, int6
          args.out + (t0 + token) * args.out_stride + head * width);
 }
 
+static void scale_row(const float *x, float factor, int64_t n, float *out) {
+  const vf f = splat(factor);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(x + i) * f);
+  for (; i < n; i++) out[i] = x[i] * factor;
+}
+
 template <class T, int L>
 static void attend_rows(const AttendArgs &args, int32_t kv_head, int64_t t0, int64_t t1, int64_t key0, int64_t key1,
                         float *partial, float *scratch) {
@@ -630,11 +686,8 @@ static void attend_rows(const AttendArgs &args, int32_t kv_head, int64_t t0, int
   for (int64_t row0 = 0; row0 < all; row0 += kAttendRows) {
     const int64_t count = all - row0 < kAttendRows ? all - row0 : kAttendRows;
     for (int64_t i = 0; i < count; i++) {
-      const int64_t tile = i / kTileRows * kTileRows, n = count - tile < kTileRows ? count - tile : kTileRows;
       const int64_t token = (row0 + i) / group, head = row0 + i - token * group;
-      const float *from = args.q + (t0 + token) * args.q_stride + head * dk;
-      float *to = q + tile * dk + (i - tile);
-      for (int64_t d = 0; d < dk; d++) to[d * n] = from[d] * args.scale;
+      scale_row(args.q + (t0 + token) * args.q_stride + head * dk, args.scale, dk, q + i * dk);
     }
     if (partial) {
       attend_chunk<T, L>(args, blocks, rows, row0, count, key0, key1, q, s, partial + row0 * stride);

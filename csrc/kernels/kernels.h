@@ -87,7 +87,7 @@ constexpr int64_t kAttendChunk = 512;
 constexpr int64_t kAttendTile = 16;
 constexpr int64_t kAttendRows = 45;
 constexpr int64_t kScoreStride = kAttendChunk + 16;  // rows of scores start in different sets of the cache
-constexpr int64_t kPartialHead = 2;                  // of a partial: highest score, sum of exponentials
+constexpr int64_t kPartialHead = 16;  // of a partial: highest score, sum of exponentials; padded to a line of the cache
 // Floats of scratch for one item.
 int64_t attend_scratch(const PlaitCache &cache);
 static inline int64_t value_width(const PlaitCache &cache) {

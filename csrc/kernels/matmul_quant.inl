@@ -327,7 +327,7 @@ struct TileArgs {
 };
 
 // How far ahead of its use the stream of weights is fetched.
-constexpr int kAheadBytes = 4096;
+constexpr int kAheadBytes = 2048;
 
 template <class F, int T>
 static __attribute__((noinline)) void tile(const TileArgs &args) {
@@ -579,20 +579,71 @@ static void unpack_row(const PlaitMatrix &matrix, int64_t row, float *out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The quantiser
 
+// The largest of 32 numbers' bits without their signs: these order like |x|, and those of infinities and NaNs come after
+// all numbers.
+PLAIT_INLINE int32_t highest_bits(const float *x) {
+  vi top{};
+  for (int i = 0; i < 32; i += W) {
+    const vi bits = (vi)(as_bits(load(x + i)) & 0x7fffffffu);
+    top = bits > top ? bits : top;
+  }
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)top);
+#elif defined(__AVX2__)
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)top), _mm256_extracti128_si256((__m256i)top, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1));
+  return _mm_cvtsi128_si32(four);
+#else
+  int32_t highest = 0;
+  for (int i = 0; i < W; i++) highest = top[i] > highest ? top[i] : highest;
+  return highest;
+#endif
+}
+
+// 32 numbers times `inverse`, rounded to nearest even (all within 127), and the sums of either 16.
+PLAIT_INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t sum[2]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i n[4];
+  for (int k = 0; k < 4; k++) n[k] = _mm256_cvtps_epi32((__m256)(load(x + 8 * k) * splat(inverse)));
+  // Packing works within halves of the registers: groups of four numbers come out as 0 2 4 6 1 3 5 7.
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+  const __m256i bytes = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i *)q, bytes);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  sums = _mm256_hadd_epi32(sums, sums);
+  sums = _mm256_hadd_epi32(sums, sums);
+  sum[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(sums));
+  sum[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(sums, 1));
+#else
+  sum[0] = sum[1] = 0;
+  for (int i = 0; i < 32; i += W) {
+    const vf y = load(x + i) * splat(inverse);
+    vi n;
+#if defined(__AVX512F__)
+    n = (vi)_mm512_cvtps_epi32((__m512)y);
+    _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8((__m512i)n));
+    sum[i / 16] = _mm512_reduce_add_epi32((__m512i)n);
+#else
+    const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, nearest even
+    n = (vi)as_bits(y + shift) - 0x4b400000;
+    for (int k = 0; k < W; k++) {
+      q[i + k] = (int8_t)n[k];
+      sum[i / 16] += n[k];
+    }
+#endif
+  }
+#endif
+}
+
 static void quantise(const float *x, int64_t cols, int64_t block0, int64_t block1, uint8_t *record) {
   uint8_t *scales = record + cols, *sums = scales + cols / 32 * 4;
   for (int64_t b = block0; b < block1; b++, x += 32) {
-    // The bits of |x| order like |x|, and those of infinities and NaNs come after all numbers.
-    vi top{};
-    for (int i = 0; i < 32; i += W) {
-      const vi bits = (vi)(as_bits(load(x + i)) & 0x7fffffffu);
-      top = bits > top ? bits : top;
-    }
-    int32_t highest = 0;
-    for (int i = 0; i < W; i++) highest = top[i] > highest ? top[i] : highest;
+    const int32_t highest = highest_bits(x);
     float most;
     memcpy(&most, &highest, 4);
-    float scale = most / 127.0f, inverse = 127.0f / most;
+    float scale = most / 127.0f;
     int8_t *q = (int8_t *)record + b * 32;
     int32_t sum[2] = {0, 0};
     // The inverse of less than 2^-121 overflows, and the scale comes near the subnormal numbers: such a block counts as
@@ -601,22 +652,7 @@ static void quantise(const float *x, int64_t cols, int64_t block0, int64_t block
       scale = highest >= 0x7f800000 ? __builtin_nanf("") : 0.0f;
       memset(q, 0, 32);
     } else {
-      for (int i = 0; i < 32; i += W) {
-        const vf y = load(x + i) * splat(inverse);
-        vi n;
-#if defined(__AVX512F__)
-        n = (vi)_mm512_cvtps_epi32((__m512)y);
-#elif defined(__AVX2__)
-        n = (vi)_mm256_cvtps_epi32((__m256)y);
-#else
-        const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, nearest even
-        n = (vi)as_bits(y + shift) - 0x4b400000;
-#endif
-        for (int k = 0; k < W; k++) {
-          q[i + k] = (int8_t)n[k];
-          sum[i / 16] += n[k];
-        }
-      }
+      round_block(x, 127.0f / most, q, sum);
     }
     memcpy(scales + b * 4, &scale, 4);
     for (int h = 0; h < 2; h++) {

@@ -22,6 +22,32 @@ PLAIT_INLINE void each_pair(const float *x, const float *y, int64_t n, float *ou
   }
 }
 
+// out[i] = f(x[i]) * y[i] for long functions, kTogether vectors at a time; y null: f(x[i]). f replaces an array.
+constexpr int kTogether = 4;
+template <class F>
+PLAIT_INLINE void each_long(const float *x, const float *y, int64_t n, float *out, F f) {
+  int64_t i = 0;
+  for (; i + kTogether * W <= n; i += kTogether * W) {
+    vf v[kTogether];
+#pragma GCC unroll 8
+    for (int k = 0; k < kTogether; k++) v[k] = load(x + i + k * W);
+    f(v);
+#pragma GCC unroll 8
+    for (int k = 0; k < kTogether; k++) store(out + i + k * W, y ? v[k] * load(y + i + k * W) : v[k]);
+  }
+  for (; i < n; i += W) {
+    const int rest = n - i < W ? (int)(n - i) : W;
+    vf v[1] = {rest < W ? load_part(x + i, rest) : load(x + i)};
+    f(v);
+    if (y) v[0] *= rest < W ? load_part(y + i, rest) : load(y + i);
+    if (rest < W) {
+      store_part(out + i, v[0], rest);
+    } else {
+      store(out + i, v[0]);
+    }
+  }
+}
+
 // The sum of f(x[i]): four chains per lane.
 template <class F>
 PLAIT_INLINE float total(const float *x, int64_t n, F f) {
@@ -36,8 +62,19 @@ PLAIT_INLINE float total(const float *x, int64_t n, F f) {
 }
 
 // 1 / (1 + e^-x) and x times it; the latter without a detour that would lose small results.
-PLAIT_INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
-PLAIT_INLINE vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
+template <int N>
+PLAIT_INLINE void sigmoid(vf (&x)[N]) {
+  for (int i = 0; i < N; i++) x[i] = -x[i];
+  exp(x);
+  for (int i = 0; i < N; i++) x[i] = splat(1.0f) / (splat(1.0f) + x[i]);
+}
+template <int N>
+PLAIT_INLINE void silu(vf (&x)[N]) {
+  vf e[N];
+  for (int i = 0; i < N; i++) e[i] = -x[i];
+  exp(e);
+  for (int i = 0; i < N; i++) x[i] = x[i] / (splat(1.0f) + e[i]);
+}
 
 // tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel, and that beyond.
 PLAIT_INLINE vf tanh(vf x) {
@@ -56,39 +93,58 @@ PLAIT_INLINE vf tanh(vf x) {
 
 // x times the share of the normal distribution below x. With a = |x|, the share beyond a is e^(-a q(a)) / 2, where q is
 // a polynomial fitted to an error of 1e-8 in the result; it grows without end, so that large a give 0.
-PLAIT_INLINE vf gelu(vf x) {
-  const vf a = abs(x);
-  vf q = splat(1.31841167e-6f);
-  q = fma(q, a, splat(-1.94475927e-5f));
-  q = fma(q, a, splat(9.11303133e-5f));
-  q = fma(q, a, splat(1.88588473e-4f));
-  q = fma(q, a, splat(-5.02214321e-3f));
-  q = fma(q, a, splat(3.647868e-2f));
-  q = fma(q, a, splat(3.18266945e-1f));
-  q = fma(q, a, splat(7.97889376e-1f));
-  const vf beyond = splat(0.5f) * exp(-(a * q));
-  return x * (x < vf{} ? beyond : splat(1.0f) - beyond);
+template <int N>
+PLAIT_INLINE void gelu(vf (&x)[N]) {
+  vf e[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++) {
+    const vf a = abs(x[i]);
+    vf q = splat(1.31841167e-6f);
+    q = fma(q, a, splat(-1.94475927e-5f));
+    q = fma(q, a, splat(9.11303133e-5f));
+    q = fma(q, a, splat(1.88588473e-4f));
+    q = fma(q, a, splat(-5.02214321e-3f));
+    q = fma(q, a, splat(3.647868e-2f));
+    q = fma(q, a, splat(3.18266945e-1f));
+    q = fma(q, a, splat(7.97889376e-1f));
+    e[i] = -(a * q);
+  }
+  exp(e);
+  for (int i = 0; i < N; i++) {
+    const vf beyond = splat(0.5f) * e[i];
+    x[i] = x[i] * (x[i] < vf{} ? beyond : splat(1.0f) - beyond);
+  }
 }
 
 // x / 2 (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-PLAIT_INLINE vf gelu_tanh(vf x) {
-  const vf u = x * fma(x * x, splat(-2.0f * 0.7978845608f * 0.044715f), splat(-2.0f * 0.7978845608f));
-  return x / (splat(1.0f) + exp(u));
+template <int N>
+PLAIT_INLINE void gelu_tanh(vf (&x)[N]) {
+  vf u[N];
+  for (int i = 0; i < N; i++)
+    u[i] = x[i] * fma(x[i] * x[i], splat(-2.0f * 0.7978845608f * 0.044715f), splat(-2.0f * 0.7978845608f));
+  exp(u);
+  for (int i = 0; i < N; i++) x[i] = x[i] / (splat(1.0f) + u[i]);
 }
 
 PLAIT_INLINE vf relu(vf x) { return x < vf{} ? vf{} : x; }
 
-// Calls g(f) with the activation `kind` as f.
+// Calls g(f) with the activation `kind` as f, which replaces an array of vectors.
 template <class G>
 PLAIT_INLINE void with_activation(int32_t kind, G g) {
+#define PLAIT_ACTIVATION(statement) \
+  g([](auto &x) PLAIT_LAMBDA_INLINE { statement; }); \
+  break
+#define PLAIT_ONE_BY_ONE(value) PLAIT_ACTIVATION(for (vf &v : x) v = value)
   switch (kind) {
-    case PLAIT_ACT_SILU: g([](vf x) PLAIT_LAMBDA_INLINE { return silu(x); }); break;
-    case PLAIT_ACT_GELU: g([](vf x) PLAIT_LAMBDA_INLINE { return gelu(x); }); break;
-    case PLAIT_ACT_GELU_TANH: g([](vf x) PLAIT_LAMBDA_INLINE { return gelu_tanh(x); }); break;
-    case PLAIT_ACT_RELU: g([](vf x) PLAIT_LAMBDA_INLINE { return relu(x); }); break;
-    case PLAIT_ACT_RELU_SQUARED: g([](vf x) PLAIT_LAMBDA_INLINE { return relu(x) * relu(x); }); break;
-    case PLAIT_ACT_SIGMOID: g([](vf x) PLAIT_LAMBDA_INLINE { return sigmoid(x); }); break;
+    case PLAIT_ACT_SILU: PLAIT_ACTIVATION(silu(x));
+    case PLAIT_ACT_GELU: PLAIT_ACTIVATION(gelu(x));
+    case PLAIT_ACT_GELU_TANH: PLAIT_ACTIVATION(gelu_tanh(x));
+    case PLAIT_ACT_RELU: PLAIT_ONE_BY_ONE(relu(v));
+    case PLAIT_ACT_RELU_SQUARED: PLAIT_ONE_BY_ONE(relu(v) * relu(v));
+    case PLAIT_ACT_SIGMOID: PLAIT_ACTIVATION(sigmoid(x));
   }
+#undef PLAIT_ONE_BY_ONE
+#undef PLAIT_ACTIVATION
 }
 
 // Neighbours of a vector change places.
@@ -198,13 +254,11 @@ static void rotate(const float *x, const float *angles, int64_t heads, int64_t w
 }
 
 static void activate(int32_t kind, const float *x, int64_t n, float *out) {
-  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE { rows::each(x, n, out, f); });
+  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE { rows::each_long(x, nullptr, n, out, f); });
 }
 
 static void gate(int32_t kind, const float *x, const float *y, int64_t n, float *out) {
-  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE {
-    rows::each_pair(x, y, n, out, [f](vf v, vf u) PLAIT_LAMBDA_INLINE { return f(v) * u; });
-  });
+  rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE { rows::each_long(x, y, n, out, f); });
 }
 
 static void add(const float *x, const float *y, int64_t n, float *out) {

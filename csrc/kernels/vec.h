@@ -54,8 +54,20 @@ PLAIT_INLINE void store_part(float *p, vf v, int n) { memcpy(p, &v, n * sizeof(f
 
 // a * b + c; the build contracts it to one fused instruction where there is one (-ffp-contract=fast).
 PLAIT_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
-PLAIT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
+// b where either is NaN. GCC does not always see the instruction in a > b ? a : b.
+#if defined(__AVX512F__)
+PLAIT_INLINE vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+PLAIT_INLINE vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+PLAIT_INLINE vf max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+PLAIT_INLINE vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#elif defined(__SSE2__)
+PLAIT_INLINE vf max(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
+PLAIT_INLINE vf min(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
+#else
+PLAIT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 PLAIT_INLINE vf min(vf a, vf b) { return a < b ? a : b; }
+#endif
 PLAIT_INLINE vf abs(vf x) { return as_float(as_bits(x) & 0x7fffffffu); }
 
 PLAIT_INLINE float sum(vf v) {
@@ -66,9 +78,11 @@ PLAIT_INLINE float sum(vf v) {
   return part[0];
 }
 PLAIT_INLINE float max_of(vf v) {
-  float m = v[0];
-  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  float part[W];
+  memcpy(part, &v, sizeof v);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) part[i] = part[i + n] > part[i] ? part[i + n] : part[i];
+  return part[0];
 }
 
 // W pairs of bfloat16 that lie side by side (first, second, first, second, ...): the firsts and the seconds as floats.
@@ -160,27 +174,39 @@ PLAIT_INLINE uint16_t to_half(float x) {
 // e^x, relative error under 2 units in the last place; 0 below -104, infinity above 88.8, NaN for NaN.
 // Range reduction by ln 2 in two parts (Cody and Waite 1980) and a polynomial of degree 6, fitted to a relative error
 // of 4e-9 over half a step.
-PLAIT_INLINE vf exp(vf x) {
+// N vectors step by step together: one alone is a chain of so many steps that the CPU's window holds too few of them.
+template <int N>
+PLAIT_INLINE void exp(vf (&x)[N]) {
   const vf low = splat(-104.0f), high = splat(89.0f);
-  vf y = low > x ? low : x;  // a NaN passes both
-  y = high < y ? high : y;
   const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
-  const vf shifted = fma(y, splat(1.44269504f), shift);
-  const vf n = shifted - shift;
-  vf r = fma(n, splat(-0.693145752f), y);
-  r = fma(n, splat(-1.42860677e-6f), r);
-  vf p = splat(1.38131446e-3f);
-  p = fma(p, r, splat(8.3694189e-3f));
-  p = fma(p, r, splat(4.16684568e-2f));
-  p = fma(p, r, splat(1.66665148e-1f));
-  p = fma(p, r, splat(4.99999931e-1f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  // 2^n in two halves, so that neither overflows nor vanishes before the product does.
-  const vi k = (vi)as_bits(shifted) - 0x4b400000;
-  const vi half = k >> 1;
-  const vf scale1 = as_float((vu)((half + 127) << 23)), scale2 = as_float((vu)((k - half + 127) << 23));
-  return p * scale1 * scale2;  // NaN: p is NaN, whatever the scales are
+  vf shifted[N], p[N];
+#define PLAIT_STEP(statement)       \
+  _Pragma("GCC unroll 8")           \
+  for (int i = 0; i < N; i++) statement
+  PLAIT_STEP(x[i] = min(high, max(low, x[i])));  // a NaN passes both
+  PLAIT_STEP(shifted[i] = fma(x[i], splat(1.44269504f), shift));
+  PLAIT_STEP(x[i] = fma(shifted[i] - shift, splat(-0.693145752f), x[i]));
+  PLAIT_STEP(x[i] = fma(shifted[i] - shift, splat(-1.42860677e-6f), x[i]));
+  PLAIT_STEP(p[i] = fma(splat(1.38131446e-3f), x[i], splat(8.3694189e-3f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(4.16684568e-2f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.66665148e-1f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(4.99999931e-1f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.0f)));
+  PLAIT_STEP(p[i] = fma(p[i], x[i], splat(1.0f)));
+#undef PLAIT_STEP
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++) {
+    // 2^n in two halves, so that neither overflows nor vanishes before the product does.
+    const vi k = (vi)as_bits(shifted[i]) - 0x4b400000;
+    const vi half = k >> 1;
+    const vf scale1 = as_float((vu)((half + 127) << 23)), scale2 = as_float((vu)((k - half + 127) << 23));
+    x[i] = p[i] * scale1 * scale2;  // NaN: p is NaN, whatever the scales are
+  }
+}
+PLAIT_INLINE vf exp(vf x) {
+  vf one[1] = {x};
+  exp(one);
+  return one[0];
 }
 
 }  // namespace PLAIT_ISA_NAMESPACE
