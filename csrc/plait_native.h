@@ -12,7 +12,7 @@
 #define PLAIT_API __attribute__((visibility("default")))
 #endif
 
-#define PLAIT_ABI_VERSION 3
+#define PLAIT_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -284,6 +284,18 @@ PLAIT_API void plait_plan_destroy(PlaitPlan *plan);
 // one at a time; a step, from 0 to the end, belongs to one caller. A fork waits for the calls of other threads to return,
 // so that the child can use its copy of the plan.
 PLAIT_API int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t from);
+// Up to `steps` >= 1 greedy steps of sequences that all decode: the ids that one step finds best are the tokens of the
+// next, and every context grows by one. `step` is the first of them: num_tokens = num_sequences = num_rows = R >= 1, row
+// r of sequence r, no positions, logits or hidden states. Its block table must have the blocks of all steps, its copies
+// are made once, its best_ids and best_values are not used. No step is begun after
+//   - `seconds` have passed since the call began,
+//   - *interrupt (NULL: none) is not 0, which another thread may set at any time, or
+//   - a step that found an id of stop_ids (ascending), or a best value that is not finite.
+// ids, values: [steps, R], row s is what step s found. Returns the number of steps done, at least 1, or -1
+// (plait_last_error), then nothing in ids and values counts. Refuses a plan with a PLAIT_OP_HOST.
+PLAIT_API int32_t plait_plan_run_steps(PlaitPlan *plan, const PlaitStep *step, int32_t steps, double seconds,
+                                       const int32_t *stop_ids, int32_t num_stop_ids, const int32_t *interrupt,
+                                       int32_t *ids, float *values);
 // Address of a buffer's first row, for host operations.
 PLAIT_API void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer);
 // Bytes that the plan itself holds (arena and scratch).
@@ -296,6 +308,8 @@ PLAIT_API void plait_plan_profile(PlaitPlan *plan, int32_t on, double *seconds);
 // work.
 PLAIT_API int32_t plait_set_threads(int32_t threads);
 PLAIT_API int32_t plait_threads(void);
+// Adds 1 to visits[i] for every i < items, each an item of one stage; items take different times. For tests.
+PLAIT_API int32_t plait_visit(int64_t items, int32_t *visits);
 // What went wrong in this thread's last call that failed.
 PLAIT_API const char *plait_last_error(void);
 

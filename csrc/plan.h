@@ -1,6 +1,7 @@
 // A plan: the operations of one step, checked and cut into stages, with the memory they work in.
 //
-// plan.cpp makes plans (and refuses those that do not hold together), plan_run.cpp runs them.
+// plan.cpp makes plans (and refuses those that do not hold together), plan_run.cpp runs them, plan_steps.cpp runs
+// several greedy steps in a row.
 #pragma once
 
 #include <vector>
@@ -102,5 +103,7 @@ namespace plait {
 int build_stages(PlaitPlan *plan, int32_t num_table_floats);
 // Memory for threads of numbers below `threads` (see thread_limit); false where there is none.
 bool reserve_scratch(PlaitPlan *plan, int threads);
+// plait_plan_run, which catches what this throws (plan_run.cpp).
+int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from);
 
 }  // namespace plait

@@ -69,6 +69,14 @@ PlaitMatrix part(const PlaitMatrix &matrix, int64_t panel, int64_t panels) {
   return cut;
 }
 
+// Whether `a` is the better one: any at all, a NaN before numbers, then the higher value, then the lower id.
+bool goes_before(const Best &a, const Best &b) {
+  if (a.id < 0 || b.id < 0) return b.id < 0 && a.id >= 0;
+  const bool nan = a.value != a.value, other_nan = b.value != b.value;
+  if (nan || other_nan) return nan && (!other_nan || a.id < b.id);
+  return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
+
 class Run {
  public:
   Run(PlaitPlan &plan, const PlaitStep &step) : plan_(plan), step_(step), kernels_(*plan.kernels) {}
@@ -85,6 +93,8 @@ class Run {
   void rows(const Stage &stage);
   void row_op(const PlaitOp &op, int64_t row0, int64_t row1);
   void write_kv(const PlaitOp &op, int64_t row0, int64_t row1);
+  Cut cut(const PlaitOp &op, int64_t tokens) const;
+  void fetch_next(const Stage &stage) const;
   void linear(const PlaitOp &op, int64_t tokens);
   void gated(const PlaitOp &op, int64_t tokens);
   void gated_tile(const PlaitOp &op, int64_t group0, int64_t group1, int64_t token0, int64_t token1);
@@ -184,6 +194,7 @@ void Run::stage(const Stage &stage) {
   const PlaitOp &op = plan_.ops[stage.first];
   const int64_t n = count(stage.rows);
   if (n == 0) return;
+  if (stage.kind == Stage::kLinear || stage.kind == Stage::kGated) fetch_next(stage);
   switch (stage.kind) {
     case Stage::kRows: return rows(stage);
     case Stage::kLinear: return linear(op, n);
@@ -252,18 +263,68 @@ void Run::write_kv(const PlaitOp &op, int64_t row0, int64_t row1) {
   }
 }
 
+// How the stage of a product is cut: LINEAR and LOGITS in panels (of all matrices in their order), GATED and ACTIVATED in
+// groups of outputs.
+Cut Run::cut(const PlaitOp &op, int64_t tokens) const {
+  const bool groups = op.kind == PLAIT_OP_GATED || op.kind == PLAIT_OP_ACTIVATED;
+  const int32_t matrices = op.kind == PLAIT_OP_LINEAR ? op.i[0] : op.kind == PLAIT_OP_GATED ? 2 : 1;
+  double bytes = 0, macs = 0;  // of all
+  for (int32_t k = 0; k < matrices; k++) {
+    const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
+    bytes += double(panels_of(matrix)) * double(matrix.panel_bytes);
+    macs += double(panels_of(matrix)) * double(kPanelRows) * double(matrix.cols);
+  }
+  int64_t units = 0;
+  if (groups) {
+    units = divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs);
+  } else if (op.kind == PLAIT_OP_LOGITS) {
+    // Columns that nobody samples are computed only where the logits are wanted.
+    units = divide_up(step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids, kPanelRows);
+  } else {
+    for (int32_t k = 0; k < matrices; k++) units += panels_of(plan_.matrices[op.w[2 * k]]);
+  }
+  return cut_product(plan_, units, bytes / double(units), macs / double(units), tokens,
+                     plan_.buffers[op.in[0]].row_bytes, threads_);
+}
+
+// Tells every thread where its part of the next product's weights begins, to fetch when it has nothing left to do in the
+// present one. For few tokens, where reading takes the time.
+void Run::fetch_next(const Stage &stage) const {
+  const Stage *next = &stage + 1, *const end = plan_.stages.data() + plan_.stages.size();
+  while (next < end && next->kind != Stage::kLinear && next->kind != Stage::kGated && next->kind != Stage::kLogits)
+    next++;
+  const int64_t n = next < end ? count(next->rows) : 0;
+  if (n == 0 || n > kFewTokens) return;
+  const PlaitOp &op = plan_.ops[next->first];
+  const Cut cut = this->cut(op, n);
+  const int64_t sharers = std::min<int64_t>(threads_, cut.items());
+  for (int64_t thread = 0; thread < sharers; thread++) {
+    const uint8_t *at[2] = {nullptr, nullptr};
+    int64_t unit = cut.items() * thread / sharers % cut.unit_items * cut.units;
+    if (next->kind == Stage::kGated) {
+      for (int k = 0; k < (op.kind == PLAIT_OP_GATED ? 2 : 1); k++) {
+        const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
+        at[k] = static_cast<const uint8_t *>(matrix.data) + unit * (kGroupOutputs / kPanelRows) * matrix.panel_bytes;
+      }
+    } else {
+      for (int32_t k = 0; k < (op.kind == PLAIT_OP_LINEAR ? op.i[0] : 1); k++) {
+        const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
+        if (unit < panels_of(matrix)) {
+          at[0] = static_cast<const uint8_t *>(matrix.data) + unit * matrix.panel_bytes;
+          break;
+        }
+        unit -= panels_of(matrix);
+      }
+    }
+    set_fetch(static_cast<int>(thread), at[0], at[1]);
+  }
+}
+
 void Run::linear(const PlaitOp &op, int64_t tokens) {
   int64_t end[4] = {0, 0, 0, 0};  // panels of the matrices before
-  double bytes = 0;
-  for (int32_t k = 0; k < op.i[0]; k++) {
-    const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
-    end[k + 1] = end[k] + panels_of(matrix);
-    bytes += double(panels_of(matrix)) * double(matrix.panel_bytes);
-  }
-  const int64_t panels = end[op.i[0]];
-  const int64_t row_bytes = plan_.buffers[op.in[0]].row_bytes;
-  const double macs = double(kPanelRows) * double(plan_.matrices[op.w[0]].cols);
-  const Cut cut = cut_product(plan_, panels, bytes / double(panels), macs, tokens, row_bytes, threads_);
+  for (int32_t k = 0; k < op.i[0]; k++) end[k + 1] = end[k] + panels_of(plan_.matrices[op.w[2 * k]]);
+  const int64_t panels = end[op.i[0]], row_bytes = plan_.buffers[op.in[0]].row_bytes;
+  const Cut cut = this->cut(op, tokens);
   parallel(cut.items(), [&](int64_t item) {
     const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
     const int64_t from = item % cut.unit_items * cut.units, to = std::min(panels, from + cut.units);
@@ -287,14 +348,8 @@ void Run::linear(const PlaitOp &op, int64_t tokens) {
 }
 
 void Run::gated(const PlaitOp &op, int64_t tokens) {
-  const PlaitMatrix &gate = plan_.matrices[op.w[0]];
-  const int64_t groups = divide_up(gate.rows, kGroupOutputs), panels = kGroupOutputs / kPanelRows;
-  double bytes = double(panels * gate.panel_bytes), macs = double(kGroupOutputs) * double(gate.cols);
-  if (op.kind == PLAIT_OP_GATED) {
-    bytes += double(panels * plan_.matrices[op.w[2]].panel_bytes);
-    macs *= 2;
-  }
-  const Cut cut = cut_product(plan_, groups, bytes, macs, tokens, plan_.buffers[op.in[0]].row_bytes, threads_);
+  const int64_t groups = divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs);
+  const Cut cut = this->cut(op, tokens);
   parallel(cut.items(), [&](int64_t item) {
     const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
     const int64_t from = item % cut.unit_items * cut.units, to = std::min(groups, from + cut.units);
@@ -369,13 +424,10 @@ void Run::select(const PlaitOp &op) {
 }
 
 void Run::logits(const PlaitOp &op) {
-  const PlaitMatrix &head = plan_.matrices[op.w[0]];
   const int64_t rows = step_.num_rows;
-  // Columns that nobody samples are computed only where the logits are wanted.
-  const int64_t columns = step_.logits != nullptr ? head.rows : plan_.sampled_ids;
+  const int64_t columns = step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids;
   const int64_t panels = divide_up(columns, kPanelRows);
-  const Cut cut = cut_product(plan_, panels, double(head.panel_bytes), double(kPanelRows) * double(head.cols), rows,
-                              plan_.buffers[op.in[0]].row_bytes, threads_);
+  const Cut cut = this->cut(op, rows);
   Best *best = plan_.best.data();
   for (int thread = 0; thread < plan_.scratch_threads; thread++)
     std::fill(best + int64_t{thread} * plan_.max_rows, best + int64_t{thread} * plan_.max_rows + rows, Best{0, -1});
@@ -386,16 +438,11 @@ void Run::logits(const PlaitOp &op) {
       for (int64_t r = row0; r < row1; r += kLogitRows)
         logits_tile(op, panel, std::min(to, panel + kLogitPanels), r, std::min(row1, r + kLogitRows));
   });
-  // The threads' best ones: the highest, of equals the lowest id; a NaN stays.
   for (int64_t r = 0; r < rows; r++) {
     Best found{0, -1};
     for (int thread = 0; thread < plan_.scratch_threads; thread++) {
       const Best &candidate = best[int64_t{thread} * plan_.max_rows + r];
-      if (candidate.id < 0) continue;
-      const bool first = found.id < 0;
-      const bool higher = candidate.value > found.value || (candidate.value == found.value && candidate.id < found.id);
-      const bool nan = candidate.value != candidate.value, had_nan = !first && found.value != found.value;
-      if (first || (nan && (!had_nan || candidate.id < found.id)) || (!had_nan && higher)) found = candidate;
+      if (goes_before(candidate, found)) found = candidate;
     }
     step_.best_ids[r] = found.id;
     step_.best_values[r] = found.value;
@@ -423,16 +470,18 @@ void Run::logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t
     if (op.f[0] > 0) kernels_.soft_cap(x, op.f[0], matrix.rows, x);
     if (sampled <= 0) continue;
     Best &best = plan_.best[int64_t{thread_number()} * plan_.max_rows + r];
-    if (best.id >= 0 && best.value != best.value) continue;  // items come in ascending order: the first NaN stays
     float value;
     const int64_t at = kernels_.arg_max(x, sampled, &value);
-    if (best.id < 0 || value > best.value || value != value) best = {value, static_cast<int32_t>(column + at)};
+    const Best candidate{value, static_cast<int32_t>(column + at)};
+    if (goes_before(candidate, best)) best = candidate;
   }
 }
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+}  // namespace
 
 int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
   ParallelRegion region;  // the plan is this thread's alone
@@ -461,7 +510,6 @@ int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
   return num_ops;
 }
 
-}  // namespace
 }  // namespace plait
 
 int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t from) try {

@@ -35,6 +35,7 @@ constexpr int64_t kWindow = 150'000'000, kFirstPenalty = 25'000'000, kLastPenalt
 constexpr int64_t kMaskInterval = 1'000'000'000;  // ns between looks at the affinity mask
 constexpr size_t kLeastStack = 1 << 20;           // bytes; musl gives 128 KB, a product may take 150
 constexpr size_t kLine = 128;                     // bytes; two cache lines, which x86 fetches together
+constexpr int64_t kMostGroups = 0xffff;           // that a range can count
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -169,6 +170,52 @@ struct Worker {
   LostTime time;
 };
 
+// Items that one thread is to do, [first, last) of a stage. Each thread goes through a range of neighbours, because it
+// then reads on where it has just read: shared out one by one, a product's weights come from memory at two thirds of
+// the rate. Whoever asks names the stage it works for: ranges of other stages have nothing for it.
+class alignas(kLine) Range {
+ public:
+  void set(uint32_t stage, int64_t first, int64_t last) {
+    word_.store(pack(stage, first, last), std::memory_order_release);
+  }
+
+  bool take_first(uint32_t stage, int64_t *item) {
+    uint64_t word = word_.load(std::memory_order_acquire);
+    do {
+      *item = first(word);
+      if (stage_of(word) != stage || *item >= last(word)) return false;
+    } while (!word_.compare_exchange_weak(word, pack(stage, *item + 1, last(word)), std::memory_order_acq_rel,
+                                          std::memory_order_acquire));
+    return true;
+  }
+
+  // [*item, *end): the second half, at least one item.
+  bool take_half(uint32_t stage, int64_t *item, int64_t *end) {
+    uint64_t word = word_.load(std::memory_order_acquire);
+    do {
+      *end = last(word);
+      if (stage_of(word) != stage || first(word) >= *end) return false;
+      *item = (first(word) + *end) / 2;
+    } while (!word_.compare_exchange_weak(word, pack(stage, first(word), *item), std::memory_order_acq_rel,
+                                          std::memory_order_acquire));
+    return true;
+  }
+
+ private:
+  static uint64_t pack(uint32_t stage, int64_t first, int64_t last) {
+    return uint64_t{stage} << 32 | static_cast<uint64_t>(last) << 16 | static_cast<uint64_t>(first);
+  }
+  static uint32_t stage_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+  static int64_t first(uint64_t word) { return static_cast<int64_t>(word & 0xffff); }
+  static int64_t last(uint64_t word) { return static_cast<int64_t>(word >> 16 & 0xffff); }
+  std::atomic<uint64_t> word_{0};
+};
+
+// What set_fetch() asked for.
+struct alignas(kLine) Fetch {
+  std::atomic<const uint8_t *> from[2] = {};
+};
+
 class Pool {
  public:
   Pool() { workers_.reserve(kMaxThreads); }  // so that a worker that runs is always in the list
@@ -204,16 +251,27 @@ class Pool {
       in_item = false;
       return;
     }
-    // Nobody holds an item here, so nobody reads what follows.
+    // Nobody holds an item here, so nobody reads what follows, and ranges of a stage that has not begun are left alone.
     work_ = work;
     context_ = context;
     items_ = items;
+    group_ = (items + kMostGroups - 1) / kMostGroups;
     float_mode_ = float_mode();
+    const int64_t groups = (items + group_ - 1) / group_, sharers = std::min<int64_t>(team() + 1, groups);
+    const uint32_t stage = stage_.load(std::memory_order_relaxed) + 1;
+    for (int64_t k = 0; k < sharers; k++)
+      ranges_[k].set(stage, groups * k / sharers, groups * (k + 1) / sharers);
     done_.store(0, std::memory_order_relaxed);
-    left_.store(items);
+    left_.store(groups);
+    stage_.store(stage, std::memory_order_release);
     if (sleepers_.load() > 0) wake();
     run_items(0);
-    wait(items);
+    wait(groups);
+  }
+
+  void set_fetch(int thread, const uint8_t *first, const uint8_t *second) {
+    fetches_[thread].from[0].store(first, std::memory_order_relaxed);
+    fetches_[thread].from[1].store(second, std::memory_order_relaxed);
   }
 
   int threads() { return in_region ? threads_ : wanted(); }
@@ -238,24 +296,49 @@ class Pool {
     return useful;
   }
 
-  // Takes items until there are none, in ascending order. left_ may fall below 0 by one per thread; the next stage
-  // sets it anew, and whoever counts it down after that holds an item of that stage.
+  // Takes groups of items until there are none.
   void run_items(int number) {
     in_item = true;
-    while (number <= team()) {
-      if (left_.load(std::memory_order_relaxed) <= 0) break;
-      const int64_t left = left_.fetch_sub(1, std::memory_order_acq_rel);
-      if (left <= 0) break;
+    const uint32_t stage = stage_.load(std::memory_order_acquire);
+    bool any = false;
+    int64_t group;
+    while (number <= team() && left_.load(std::memory_order_relaxed) > 0 && claim(stage, number, &group)) {
+      left_.fetch_sub(1, std::memory_order_relaxed);
       set_float_mode(float_mode_);
-      work_(context_, items_ - left);
+      const int64_t end = std::min(items_, (group + 1) * group_);
+      for (int64_t item = group * group_; item < end; item++) work_(context_, item);
       done_.fetch_add(1, std::memory_order_release);
+      any = true;
     }
     in_item = false;
+    if (any) fetch(&fetches_[number]);
   }
 
-  void wait(int64_t items) {
+  static void fetch(Fetch *fetch) {
+    for (std::atomic<const uint8_t *> &wanted : fetch->from) {
+      const uint8_t *from = wanted.load(std::memory_order_relaxed);
+      if (from == nullptr) continue;
+      wanted.store(nullptr, std::memory_order_relaxed);
+      for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(from + i);
+    }
+  }
+
+  // The next of the thread's own range, or of another one's second half, which then is its own.
+  bool claim(uint32_t stage, int number, int64_t *group) {
+    if (ranges_[number].take_first(stage, group)) return true;
+    const int ranges = started_.load(std::memory_order_relaxed) + 1;
+    for (int k = 1; k < ranges; k++) {
+      int64_t end;
+      if (!ranges_[(number + k) % ranges].take_half(stage, group, &end)) continue;
+      if (*group + 1 < end) ranges_[number].set(stage, *group + 1, end);
+      return true;
+    }
+    return false;
+  }
+
+  void wait(int64_t groups) {
     int64_t since = 0;
-    for (int spins = 0; done_.load(std::memory_order_acquire) != items; spins++) {
+    for (int spins = 0; done_.load(std::memory_order_acquire) != groups; spins++) {
       pause();
       if (spins % 256 != 255) continue;
       const int64_t time = now();
@@ -458,12 +541,16 @@ class Pool {
     }
   }
 
-  // The present stage.
+  // The present stage. Where there are very many items, `group_` of them are taken as one. left_: groups that nobody has
+  // taken yet, or a little more.
+  Range ranges_[kMaxThreads + 1];
+  Fetch fetches_[kMaxThreads + 1];
   alignas(kLine) std::atomic<int64_t> left_{0};
+  std::atomic<uint32_t> stage_{0};  // its number
   alignas(kLine) std::atomic<int64_t> done_{0};
   alignas(kLine) void (*work_)(void *, int64_t) = nullptr;
   void *context_ = nullptr;
-  int64_t items_ = 0;
+  int64_t items_ = 0, group_ = 1;
   unsigned float_mode_ = 0;
 
   alignas(kLine) std::atomic<bool> open_{false};
@@ -543,6 +630,8 @@ void parallel_for(int64_t items, void (*work)(void *context, int64_t item), void
   pool().stage(items, work, context);
 }
 
+void set_fetch(int thread, const uint8_t *first, const uint8_t *second) { pool().set_fetch(thread, first, second); }
+
 int thread_number() { return my_number; }
 
 int thread_count() { return pool().threads(); }
@@ -560,6 +649,16 @@ int32_t plait_set_threads(int32_t threads) {
 
 int32_t plait_threads(void) try {
   return plait::thread_count();
+} catch (...) {
+  return plait::fail_with_exception();
+}
+
+int32_t plait_visit(int64_t items, int32_t *visits) try {
+  plait::parallel(items, [&](int64_t item) {
+    for (int64_t k = item % 64 * (item % 7); k > 0; k--) plait::pause();
+    visits[item]++;
+  });
+  return 0;
 } catch (...) {
   return plait::fail_with_exception();
 }

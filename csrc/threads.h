@@ -13,8 +13,9 @@
 namespace plait {
 
 // Calls work(context, item) once for every item in [0, items), on this thread and the workers, and returns when all are
-// done. Items are handed out one by one in ascending order, to whoever is free. One call at a time per process: a
-// second caller waits. From inside an item: runs the items on this thread alone. Items must not throw.
+// done. Every thread gets a range of neighbouring items, in ascending order, and takes half of another's range when it
+// is through. One call at a time per process: a second caller waits. From inside an item: runs the items on this thread
+// alone. Items must not throw.
 void parallel_for(int64_t items, void (*work)(void *context, int64_t item), void *context);
 
 template <class F>
@@ -36,6 +37,11 @@ class ParallelRegion {
  private:
   bool opened_;
 };
+
+// Memory that the thread of this number should fetch, once, when it finds no item left in a stage: kFetchBytes from
+// either address on (null: nothing). A hint, by the region's owner.
+void set_fetch(int thread, const uint8_t *first, const uint8_t *second);
+constexpr int64_t kFetchBytes = 4096;
 
 // Number of the calling thread, for memory of its own: 0 for the caller of a stage, else 1 .. thread_limit() - 1.
 int thread_number();

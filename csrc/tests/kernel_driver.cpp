@@ -412,7 +412,7 @@ struct Toy {
     ops.push_back(made);
   }
 
-  // A prefill of two sequences and four steps of decoding; everything that came out, as bytes.
+  // A prefill of two sequences, four steps of decoding, three greedy ones in one call; all that came out, as bytes.
   std::string run() {
     std::string all;
     int32_t context[2] = {0, 0};
@@ -438,6 +438,18 @@ struct Toy {
       };
       keep(logits), keep(values), keep(hidden), keep(best);
     }
+    const int32_t next[2] = {++context[0], ++context[1]}, start[3] = {0, 1, 2}, first[2] = {5, 9};
+    std::vector<int32_t> table;
+    for (int q = 0; q < 2; q++)
+      for (int b = 0; b < 8; b++) table.push_back(1 + q * 16 + b);
+    const PlaitStep step = {2, 2, 2, 1, 8, 0, first, nullptr, start, next, table.data(),
+                            nullptr, start, nullptr, nullptr, nullptr, nullptr};
+    Array<int32_t> ids(6);
+    Array<float> found(6);
+    expect(plait_plan_run_steps(plan, &step, 3, 1e9, nullptr, 0, nullptr, ids.data(), found.data()) == 3,
+           "three steps in a row");
+    all.append(reinterpret_cast<const char *>(ids.data()), 6 * sizeof(int32_t));
+    all.append(reinterpret_cast<const char *>(found.data()), 6 * sizeof(float));
     return all;
   }
 
@@ -450,6 +462,20 @@ struct Toy {
   int64_t arena_bytes = 0;
   PlaitPlan *plan = nullptr;
 };
+
+// Every item of a stage is done once, however many threads share the items and take them from one another.
+void check_items(int rounds) {
+  for (const int threads : {2, 3, 8}) {
+    expect(plait_set_threads(threads) == 0, "setting threads");
+    for (int round = 0; round < 20 * rounds; round++) {
+      const int64_t items = round % 20 == 0 ? between(65'535, 200'000) : between(0, 300);
+      Array<int32_t> visits(items);
+      expect(plait_visit(items, visits.data()) == 0, "visiting");
+      for (int64_t i = 0; i < items; i++)
+        expect(visits[i] == 1, std::to_string(visits[i]) + " visits of item " + std::to_string(i));
+    }
+  }
+}
 
 void check_plans(const char *isa, int rounds) {
   setenv("PLAIT_ISA", isa, 1);
@@ -475,6 +501,7 @@ void check_plans(const char *isa, int rounds) {
 int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 5;
   const std::string part = argc > 2 ? argv[2] : "";
+  if (part != "kernels") check_items(rounds);
   const char *isa = nullptr;
   for (int32_t i = 0; (isa = plait_isa_name(i)) != nullptr; i++) {
     for (int round = 0; round < rounds && part != "plans"; round++) {

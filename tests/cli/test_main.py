@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import plait
+from plait.cli.common import add_model_flags, engine_options
 from plait.cli.main import COMMANDS, main
 from plait.kernels import native
 from tests.tiny import tiny_model_dir
@@ -104,6 +106,8 @@ WRONG_REQUESTS = [
     (["models", "--context", "9" * 5000], "must be a whole number"),
     (["serve", "--port", "9" * 5000], "must be a port"),
     (["serve", "--host", "a..b"], "cannot listen on a..b"),
+    (["serve", "--run-ahead", "soon"], "'soon' must be a number of milliseconds"),
+    (["generate", "-p", "x", "--run-ahead", "-1"], "'-1' must be a number of milliseconds"),
     (["generate", "-p", "x", "--temperature", "-1"], "temperature"),
     (["generate", "-p", "x", "--top-p", "2"], "top_p"),
     (["generate", "-p", "x", "-n", "0"], "at least 1"),
@@ -227,3 +231,11 @@ def test_an_ignored_config_key_is_one_warning_line(tmp_path: Path, capsys: pytes
     assert main(["models", str(path)]) == 0
     assert capsys.readouterr().err == "plait: warning: favourite_colour='blue' is no key of llama; ignored\n"
     assert main(["models", str(path), "--strict"]) == 1
+
+
+def test_run_ahead_is_given_in_milliseconds_and_left_to_the_engine_otherwise() -> None:
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    assert engine_options(parser.parse_args(["--run-ahead", "5"]))["run_ahead_s"] == 0.005
+    assert engine_options(parser.parse_args(["--run-ahead", "0"]))["run_ahead_s"] == 0
+    assert "run_ahead_s" not in engine_options(parser.parse_args([]))

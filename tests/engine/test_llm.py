@@ -51,6 +51,34 @@ def test_greedy_equals_stepping_the_decoder_by_hand(llm: LLM, directory: Path) -
             ids.append(token)
 
 
+def test_texts_do_not_depend_on_running_ahead(llm: LLM, directory: Path) -> None:
+    """Stop strings in the middle of what comes together, streams that stop early, and what is counted."""
+    if not hasattr(llm.engine.executor, "execute_steps"):
+        pytest.skip("the reference plan makes one step at a time")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = {"dtype": "fp32", "kv_memory": "16MiB", "max_num_seqs": 4, "max_batched_tokens": 64}
+    single, ahead = (LLM(directory, **options, run_ahead_s=seconds) for seconds in (0, 1000))
+    prompts = ["Hello", "Other", "x"]
+    whole = [r.outputs[0] for r in single.generate(prompts, params)]
+    assert [r.outputs[0] for r in ahead.generate(prompts, params)] == whole
+    stops = [output.text[len(output.text) // 2 :][:3] for output in whole]
+    chosen = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop) for stop in stops]
+    expected, found = ([r.outputs[0] for r in side.generate(prompts, chosen)] for side in (single, ahead))
+    assert found == expected
+    assert [(o.finish_reason, o.stop_reason) for o in found] == [("stop", stop) for stop in stops]
+    assert all(len(o.token_ids) < 40 for o in found)
+    deltas = list(ahead.stream(prompts[0], chosen[0]))
+    assert "".join(d.text for d in deltas) == expected[0].text
+    assert [i for d in deltas for i in d.token_ids] == expected[0].token_ids
+    assert max(len(d.token_ids) for d in deltas) > 1
+    stream = ahead.stream(prompts[0], params)
+    text = next(stream).text + next(stream).text
+    stream.close()
+    assert text and whole[0].text.startswith(text) and not ahead.engine.has_unfinished()
+    for side in (single, ahead):
+        side.engine.check_integrity()
+
+
 def test_one_params_per_prompt(llm: LLM) -> None:
     results = llm.generate(["a", "b"], [GREEDY, SamplingParams(max_tokens=3, seed=1, ignore_eos=True)])
     assert [len(r.outputs[0].token_ids) for r in results] == [8, 3]

@@ -12,7 +12,7 @@ import pytest
 from plait.engine.channel import Channel
 from plait.engine.engine import Engine
 from plait.engine.params import SamplingParams
-from plait.engine.process import EngineLoop
+from plait.engine.process import EngineLoop, _read
 from plait.engine.request import Request
 from tests.engine.toy_model import ToyExecutor
 
@@ -101,3 +101,24 @@ def test_a_check_that_stumbles_is_an_answer(rig: Rig, monkeypatch: pytest.Monkey
     assert status == 0
     ((kind, number, (health,)),) = received
     assert (kind, number, health.integrity) == ("checked", 7, "IndexError: out of range")
+
+
+def test_whatever_arrives_interrupts_engines_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    waiting: list[int] = []
+
+    class Told:
+        def interrupt(self) -> None:
+            waiting.append(inbox.qsize())
+
+    exits: list[int] = []
+    monkeypatch.setattr("plait.engine.process.os._exit", exits.append)
+    with theirs:
+        Channel(ours).send(("abort", 0, "a"))
+        Channel(ours).send(("check", 1))
+        ours.shutdown(socket.SHUT_WR)
+        _read(Channel(theirs), inbox, [Told(), Told()])
+    ours.close()
+    # The message is there before the engine is told: whoever returns then finds it.
+    assert waiting == [1, 1, 2, 2] and len(exits) == 1

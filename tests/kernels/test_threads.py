@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plait.kernels import native
@@ -47,6 +48,21 @@ def test_the_number_of_threads_can_be_set_within_limits():
         functions.plait_set_threads(0)
         topology = native.topology()
         assert functions.plait_threads() == max(1, min(topology.usable_cpus, topology.physical_cores))
+    finally:
+        functions.plait_set_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_item_of_a_stage_is_done_once(threads: int):
+    functions = native.native_library().functions
+    before = functions.plait_threads()
+    try:
+        functions.plait_set_threads(threads)
+        # Around the number that one word can count (65,535), too; many small stages, so that threads come late to some.
+        for items in (0, 1, 2, 3, 7, 64, 1000, 65_534, 65_535, 65_536, 131_071, 200_003, *range(2, 400)):
+            visits = np.zeros(items, np.int32)
+            assert functions.plait_visit(items, visits.ctypes.data) == 0
+            assert (visits == 1).all(), (items, np.flatnonzero(visits != 1)[:5])
     finally:
         functions.plait_set_threads(before)
 

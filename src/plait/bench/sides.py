@@ -59,6 +59,11 @@ class Tap:
             self.kept.append(np.array(logits, np.float32))
         return result
 
+    def execute_steps(self, *args: Any) -> Any:
+        result = self._executor.execute_steps(*args)
+        self.compute_s = self._executor.compute_s
+        return result
+
 
 class OurSide:
     """Greedy requests through the engine: scheduler, sampler and all. options: of build_engine."""
@@ -102,15 +107,12 @@ class OurSide:
     def batch(self, prompts: list[list[int]], new_tokens: int) -> BatchTiming:
         """All requests at once, new_tokens tokens each."""
         tokens: dict[str, list[int]] = {self._add(prompt, new_tokens): [] for prompt in prompts}
-        times: list[tuple[float, float]] = []
+        self.engine.step_times.clear()
         start = time.perf_counter()
         while self.engine.has_unfinished():
-            begin = time.perf_counter()
-            outputs = self._step()
-            times.append((time.perf_counter() - begin, self.tap.compute_s))
-            for request_id, new in outputs.items():
+            for request_id, new in self._step().items():
                 tokens[request_id] += new
-        return BatchTiming(time.perf_counter() - start, list(tokens.values()), times)
+        return BatchTiming(time.perf_counter() - start, list(tokens.values()), list(self.engine.step_times))
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """float32 [T - 1, V]: after each token but the last."""

@@ -53,6 +53,12 @@ def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> N
     add_plan_flags(group)
     if sampling:
         group.add_argument(
+            "--run-ahead",
+            type=milliseconds,
+            metavar="MS",
+            help="how long greedy decoding may go on before anything else is looked at; 0: one step (default: 20)",
+        )
+        group.add_argument(
             "--generation-config",
             default="auto",
             choices=("auto", "none"),
@@ -84,7 +90,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv_dtype": args.kv_dtype,
         "plan": args.plan,
     }
-    return options | ({"generation_config": args.generation_config} if "generation_config" in args else {})
+    if "generation_config" in args:
+        options["generation_config"] = args.generation_config
+    if getattr(args, "run_ahead", None) is not None:
+        options["run_ahead_s"] = args.run_ahead / 1000
+    return options
 
 
 def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
@@ -160,6 +170,17 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number of at least 1")
     return int(text)
+
+
+def milliseconds(text: str) -> float:
+    """An argparse type: a time of up to a minute, in ms."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of milliseconds, 0 to 60000")
+    return value
 
 
 def device(text: str) -> str:

@@ -19,7 +19,7 @@ from plait.engine.sampler import NOT_FINITE, Sampler
 from plait.engine.sampling_state import SamplingState
 from plait.engine.scheduler import Scheduler
 from plait.engine.stats import EngineStats, TouchedBytes
-from plait.engine.steady import SteadyBatch
+from plait.engine.steady_steps import SteadySteps
 from plait.engine.token_output import RequestTiming, TokenLogprobs, TokenOutput
 from plait.engine.tokens import TokenBuffer
 from plait.errors import CapacityError, EngineError, RequestError
@@ -39,18 +39,6 @@ class _Choice(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def _just_decodes(seq: SequenceState) -> bool:
-    """Whether all that the sequence needs from a step is its next token, and nobody shares the block it writes."""
-    owner = seq.owner
-    return (
-        seq.remaining == 1
-        and owner.timing.first_token_s is not None
-        and owner.prompt_logprobs is None
-        and owner.pooled is None
-        and not seq.held.may_share
-    )
-
-
 class Engine:
     """Serves many requests at once with one executor. Not thread-safe: one thread calls it.
 
@@ -58,7 +46,10 @@ class Engine:
     max_batched_tokens: tokens of one step (at most the executor's). policy: "fcfs" or "priority".
     eos_token_ids: the model's end tokens. max_logprobs: bound of logprobs and prompt_logprobs. max_prompt_rows: logits
     rows per step for prompt_logprobs. seed: makes the seeds that requests without one get repeatable.
-    step_times: of the latest steps, (seconds, seconds of them in which the executor and the native sampler computed).
+    run_ahead_s: while all sequences decode greedily, one step() may make several steps, and begins no more of them when
+    so many seconds have passed; until it returns nobody is admitted, aborted or heard of. 0: one step at a time.
+    step_times: of the latest steps, (seconds, seconds of them in which the executor and the native sampler computed);
+    steps that were made together share theirs evenly.
     """
 
     def __init__(
@@ -74,6 +65,7 @@ class Engine:
         max_logprobs: int = 20,
         max_prompt_rows: int = 256,
         seed: int | None = None,
+        run_ahead_s: float = 0.02,
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise RequestError(f"policy must be 'fcfs' or 'priority', got {policy!r}", field="policy")
@@ -85,6 +77,10 @@ class Engine:
         ):
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}", field=name)
+        if not 0 <= run_ahead_s < math.inf:
+            raise RequestError(
+                f"run_ahead_s must be a number of seconds, at least 0, got {run_ahead_s}", field="run_ahead_s"
+            )
         budget = min(max_batched_tokens, executor.max_batched_tokens)
         if budget < max_num_seqs:
             raise RequestError(
@@ -108,7 +104,7 @@ class Engine:
         self._arrivals = 0
         self._failed_steps = 0
         self._weights_version = 0
-        self._steady: SteadyBatch | None = None
+        self._steady = SteadySteps(self.scheduler, self.blocks, self.sampler, run_ahead_s, self._end_if_due)
         self.step_times: deque[tuple[float, float]] = deque(maxlen=_STEP_TIMES)
         self._executed = 0  # steps, failed ones too
         self._compute_s = 0.0  # of the present step
@@ -169,6 +165,15 @@ class Engine:
         if owner is not None and index in owner.choices:
             self._finish(owner, index, TokenOutput(request_id, index), "stop")
 
+    def interrupt(self) -> None:
+        """Let a step() that makes several steps end with the one it is in: there is news. From any thread.
+
+        If none runs, the next one does not run ahead.
+        """
+        interrupt = getattr(self.executor, "interrupt", None)
+        if interrupt is not None:
+            interrupt()
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id has unfinished choices."""
         return request_id in self._requests
@@ -195,7 +200,7 @@ class Engine:
     # The step
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return what it brought: at most one output per choice.
+        """Compute one step, or several greedy ones, and return what came of it: at most one output per choice.
 
         A failure of one request ends that request, one of the whole step all requests that are in it, with
         finish_reason "error". Raises EngineError when the executor fails in several steps in a row: then the engine
@@ -204,16 +209,13 @@ class Engine:
         start, executed = time.perf_counter(), self._executed
         self._compute_s = 0.0
         sampled_s = self.sampler.compute_s
-        steady = self._steady
-        if steady is None or steady.version != self.scheduler.version:
-            steady = self._steady = self._make_steady()
-        outputs = None if steady is None else self._step_steady(steady)
+        outputs = self._step_steady()
         if outputs is None:
             outputs = self._step_scheduled()
-        if self._executed != executed:
+        if steps := self._executed - executed:
             compute_s = self._compute_s + self.sampler.compute_s - sampled_s
             step_s = time.perf_counter() - start
-            self.step_times.append((step_s, compute_s))
+            self.step_times.extend([(step_s / steps, compute_s / steps)] * steps)
             self._step_s += step_s
             self._total_compute_s += compute_s
         return outputs
@@ -237,37 +239,49 @@ class Engine:
                 self._totals["prefix_query_tokens"] += len(seq.tokens)
                 self._totals["prefix_hit_tokens"] += seq.owner.num_cached_tokens or 0
         needs_logits = bool(batch.prompt_rows) or not all(s.sampling.greedy_as_is for s, _ in batch.sample_rows)
-        return self._run(batch, needs_logits, lambda result, outputs: self._digest(batch, result, outputs))
+        return self._run(batch, needs_logits, self._digest)
 
     def _run(
-        self, batch: Batch, needs_logits: bool, digest: Callable[[StepResult, list[TokenOutput]], None]
+        self,
+        batch: Batch,
+        needs_logits: bool,
+        digest: Callable[[Batch, StepResult, list[TokenOutput]], None],
+        steps: int = 1,
     ) -> list[TokenOutput]:
         """Execute and digest; failures are confined to the requests of this step."""
+        executed = self._executed
         try:
-            result = self._execute(batch, needs_logits)
+            result = self._execute(batch, needs_logits, steps)
         except Exception as error:
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise EngineError(f"{self._failed_steps} steps in a row failed, the last with: {error}") from error
             return self._fail_step(batch, error)
         self._failed_steps = 0
-        self._totals["steps"] += 1
-        self._totals["computed_tokens"] += len(batch.token_ids)
+        done = self._executed - executed
+        self._totals["steps"] += done
+        self._totals["computed_tokens"] += done * len(batch.token_ids)
         outputs: list[TokenOutput] = []
         try:
-            digest(result, outputs)
+            digest(batch, result, outputs)
         except Exception as error:  # choices that have ended by now keep their outputs
             outputs += self._fail_step(batch, error)
         return outputs
 
-    def _execute(self, batch: Batch, needs_logits: bool) -> StepResult:
+    def _execute(self, batch: Batch, needs_logits: bool, steps: int) -> StepResult:
+        """One step, or up to `steps` in a row."""
         self._executed += 1
         start = time.perf_counter()
-        result = self.executor.execute(
-            batch.token_ids, batch.inputs, logits=needs_logits, hidden=bool(batch.hidden_rows)
-        )
+        if steps > 1:
+            result = self._steady.run_ahead(self.executor, batch, steps)
+            self._executed += result.best_ids.size // len(batch.token_ids) - 1
+        else:
+            hidden = bool(batch.hidden_rows)
+            result = self.executor.execute(batch.token_ids, batch.inputs, logits=needs_logits, hidden=hidden)
         own = getattr(self.executor, "compute_s", None)
         self._compute_s = time.perf_counter() - start if own is None else own
+        if steps > 1:
+            return result
         rows, columns = len(batch.inputs.logit_rows), self.executor.vocab_size
         if len(result.best_ids) != rows or len(result.best_values) != rows:
             raise EngineError(f"the executor returned {len(result.best_ids)} best ids for {rows} rows")
@@ -276,60 +290,23 @@ class Engine:
             raise EngineError(f"the executor returned logits {shape}, expected {(rows, columns)}")
         return result
 
-    # Steps in which all sequences decode
-
-    def _make_steady(self) -> SteadyBatch | None:
-        """The batch that all steps have until a sequence comes or goes; None while there is anything but decoding."""
-        running = self.scheduler.running
-        if not running or self.scheduler.may_admit or not all(map(_just_decodes, running)):
+    def _step_steady(self) -> list[TokenOutput] | None:
+        """A step, or several in a row, in which all sequences just decode; None where the scheduler has to decide."""
+        prepared = self._steady.prepare(self.executor)
+        if prepared is None:
             return None
-        return SteadyBatch(running, self.blocks, self.scheduler.version)
+        batch, needs_logits, steps = prepared
+        executed = self._executed
+        outputs = self._run(batch, needs_logits, self._digest_steady, steps)
+        self._steady.step_s = self._compute_s / (self._executed - executed)
+        return outputs
 
-    def _step_steady(self, steady: SteadyBatch) -> list[TokenOutput] | None:
-        """None where the scheduler has to decide, for want of blocks."""
-        inputs = steady.advance()
-        if inputs is None:
-            self._steady = None
-            return None
-        batch = Batch(steady.token_ids, inputs, steady.counts, [], steady.sample_rows, [])
-        return self._run(
-            batch, steady.needs_logits, lambda result, outputs: self._digest_steady(steady, batch, result, outputs)
-        )
-
-    def _digest_steady(self, steady: SteadyBatch, batch: Batch, result: StepResult, outputs: list[TokenOutput]) -> None:
-        """What _digest does, for one token of each sequence."""
-        logprobs: dict[int, TokenLogprobs] = {}
-        if steady.needs_logits:
-            samples = self.sampler.sample(result, steady.rows, steady.states)
-            tokens, sound, logprobs = samples.token_ids, not samples.errors, samples.logprobs
+    def _digest_steady(self, batch: Batch, result: StepResult, outputs: list[TokenOutput]) -> None:
+        """What _digest does, the short way."""
+        if self._steady.digest(result, outputs):
+            self._generated_tokens += sum(len(output.token_ids) for output in outputs)
         else:
-            tokens, sound = result.best_ids.tolist(), bool(np.isfinite(result.best_values).all())
-        if not sound:
             self._digest(batch, result, outputs)
-            return
-        steady.take(tokens)
-        lengths = steady.context_len.tolist()
-        for i, (seq, held, token, length) in enumerate(zip(steady.seqs, steady.blocks, tokens, lengths, strict=True)):
-            if length < held.next_event:
-                held.num_computed = length
-            else:
-                self.blocks.commit(held, seq.tokens.array, length)
-                if self.blocks.recycles:
-                    steady.refresh_table(i)
-            seq.tokens.append(token)
-            owner, sampling = seq.owner, seq.sampling
-            if sampling.observes:
-                sampling.observe(token)
-            output = TokenOutput(owner.request.request_id, seq.index, [token])
-            output.num_cached_tokens = owner.num_cached_tokens or 0
-            if i in logprobs:
-                output.logprobs = [logprobs[i]]
-            if token in owner.ends or length + 1 >= owner.max_total_tokens:
-                reason, output.stop_reason = self._finish_reason(seq, token)
-                if reason is not None:
-                    self._finish(owner, seq.index, output, reason)
-            outputs.append(output)
-            self._generated_tokens += 1
 
     def _digest(self, batch: Batch, result: StepResult, outputs: list[TokenOutput]) -> None:
         """Sample, commit what was computed, and add what is new to `outputs`."""
@@ -404,6 +381,12 @@ class Engine:
             self.scheduler.run(seq)
         else:  # it is computed later, mostly from the prefix cache
             self.scheduler.wait(seq)
+
+    def _end_if_due(self, seq: SequenceState, output: TokenOutput) -> None:
+        """End a choice whose newest token, the last of `output`, ends it."""
+        reason, output.stop_reason = self._finish_reason(seq, output.token_ids[-1])
+        if reason is not None:
+            self._finish(seq.owner, seq.index, output, reason)
 
     def _finish_reason(self, seq: SequenceState, token: int) -> tuple[str | None, int | None]:
         owner, params = seq.owner, seq.owner.request.params

@@ -19,6 +19,10 @@ class Executor(Protocol):
     vocab_size: columns of the logits (rows of the output embedding). sampled_ids: columns at and beyond it are never
     sampled (the tokenizer's size). layout: how its cache divides into groups. num_blocks: blocks of its pool, the null
     block included. max_batched_tokens: most flat tokens of a step.
+
+    What else an executor may have: compute_s (seconds that the last call computed), refresh(), prepare_hidden(),
+    touched_bytes(), and, to make greedy steps in a row, max_steps, execute_steps() and interrupt(): see
+    plait.plan.executor.NativeExecutor.
     """
 
     vocab_size: int

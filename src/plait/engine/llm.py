@@ -29,7 +29,7 @@ class LLM:
     tokenizer is given: prompts are token ids). dtype: "auto", "fp32", "bf16", "fp16". kv_memory: bytes of the
     key/value pool, None for the default share of free memory. generation_config: "auto" takes the checkpoint's default
     temperature, top_p, top_k, repetition penalty for calls without params, "none" does not.
-    Further keywords go to the engine (max_batched_tokens, policy, seed, ...).
+    Further keywords go to the engine (max_batched_tokens, policy, seed, run_ahead_s, ...).
     Calls may overlap, as interleaved streams of one thread or from several threads: they share the steps.
     Raises PlaitError for a model or an argument that cannot be used.
     """

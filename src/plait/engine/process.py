@@ -91,7 +91,8 @@ def main(descriptor: int, parent: int) -> int:
         options = channel.receive()
     except EOFError:
         return _LOST_PARENT
-    threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
+    engines: list[Any] = []  # once there are any
+    threading.Thread(target=_read, args=(channel, inbox, engines), daemon=True).start()
     try:
         bundles = _build(options)
     except PlaitError as error:
@@ -100,8 +101,9 @@ def main(descriptor: int, parent: int) -> int:
     except Exception as error:
         channel.send(("failed", "EngineError", f"{type(error).__name__}: {error}"))
         return 1
+    engines += [bundle.engine for bundle in bundles]
     channel.send(("ready", [_info(bundle, own) for bundle, own in zip(bundles, options, strict=True)]))
-    return EngineLoop([bundle.engine for bundle in bundles], channel, inbox).run()
+    return EngineLoop(engines, channel, inbox).run()
 
 
 def _die_with(parent: int) -> None:
@@ -111,11 +113,14 @@ def _die_with(parent: int) -> None:
             os._exit(_LOST_PARENT)
 
 
-def _read(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
+def _read(channel: Channel, inbox: queue.SimpleQueue[Any], engines: list[Any]) -> None:
+    """Hand over what arrives; engines that run ahead are told, so that nothing waits for more than the present step."""
     status = 1
     try:
         while True:
             inbox.put(channel.receive())
+            for engine in engines:
+                engine.interrupt()
     except EOFError:
         status = _LOST_PARENT
     except BaseException:

@@ -43,7 +43,7 @@ class SharedSteps:
         """
         mail = Mail()
         try:
-            with self._lock:
+            with self._changing():
                 for request, text in zip(requests, texts, strict=True):
                     self._engine.add_request(request)
                     self._owners[request.request_id] = mail
@@ -66,8 +66,19 @@ class SharedSteps:
 
     def refresh(self) -> None:
         """Engine.refresh(), between two steps."""
-        with self._lock:
+        with self._changing():
             self._engine.refresh()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; an engine that runs ahead for another caller ends with its present step."""
+        if not self._lock.acquire(blocking=False):
+            self._engine.interrupt()
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _step(self) -> None:
         self._stepping = True
@@ -86,7 +97,7 @@ class SharedSteps:
             self._drop_left()
 
     def _leave(self, request_ids: list[str]) -> None:
-        with self._lock:
+        with self._changing():
             self._left += request_ids
             # A forgotten generator may be collected in the middle of this very thread's step: not now then.
             if not self._stepping:

@@ -16,6 +16,7 @@ class EngineStats:
     """A snapshot. Counters count from the start; prefix_* and *_tokens are tokens; kv_usage is 0 to 1.
 
     prefix_query_tokens, prefix_hit_tokens: prompt tokens of admitted requests, and those found in the prefix cache.
+    generated_tokens: those too that came in one call with a stop string, behind it, and were dropped.
     computed_tokens: of prompts and outputs, recomputed ones too. finished: choices by finish_reason.
     kv_touched_bytes: of the reserved pool, what lies in memory; None where nobody can say. step_s, compute_s: seconds
     in steps, and those of them in which the executor and the native sampler computed; the rest is Python.

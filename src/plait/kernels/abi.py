@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 3  # PLAIT_ABI_VERSION
+ABI_VERSION = 4  # PLAIT_ABI_VERSION
 
 # PLAIT_LAYOUT_...: how a packed matrix is kept; the same numbers name the storage of a source to pack.
 LAYOUTS = {
@@ -213,11 +213,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "plait_plan_create": (_P, [POINTER(PlanSpec)]),
     "plait_plan_destroy": (None, [_P]),
     "plait_plan_run": (c_int32, [_P, POINTER(Step), c_int32]),
+    "plait_plan_run_steps": (c_int32, [_P, POINTER(Step), c_int32, c_double, _P, c_int32, _P, _P, _P]),
     "plait_plan_buffer": (_P, [_P, c_int32]),
     "plait_plan_bytes": (c_int64, [_P]),
     "plait_plan_profile": (None, [_P, c_int32, _P]),
     "plait_set_threads": (c_int32, [c_int32]),
     "plait_threads": (c_int32, []),
+    "plait_visit": (c_int32, [c_int64, _P]),
     "plait_last_error": (c_char_p, []),
     "plait_sample": (c_int32, [_P, c_int64, c_int64, c_int64, _P, _P]),
     "plait_measure_read": (c_double, [c_int64, c_int32, c_int32]),

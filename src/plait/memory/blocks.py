@@ -9,6 +9,9 @@ engine calls, in this order:
 4. the forward: first the copies, then the writes of keys and values,
 5. `commit(seq, tokens, num_computed)` for every sequence of the step.
 
+Several steps may be made as one, with blocks for all of them allocated before (`allocate_unused`); `trim` gives back
+those that were not reached.
+
 Copies: no block is both a source and a destination of the copies of one step and every destination
 is there once, so they may be made in any order or all at once, as long as it is before the writes. A
 source that is freed between 2 and 3 is not handed out again before `take_copies`.
@@ -252,6 +255,29 @@ class BlockManager:
                 seq.num_blocks[g] = column + 1
         self._settle(seq)
         return True
+
+    def allocate_unused(self, totals: Sequence[tuple[SequenceBlocks, int]]) -> bool:
+        """allocate() for all of these (sequence, total_tokens), or for none: out of blocks with worthless content.
+
+        For tokens that may never come: nothing leaves the prefix cache for them. trim() gives back what was too much.
+        """
+        if sum(self._missing_blocks(seq, total) for seq, total in totals) > len(self.pool.free):
+            return False
+        for seq, total in totals:
+            self.allocate(seq, total)
+        return True
+
+    def trim(self, seq: SequenceBlocks, total_tokens: int) -> None:
+        """Give back blocks that hold nothing: those beyond the first `total_tokens` tokens, or beyond the computed ones
+        where these are more."""
+        self._check_live(seq)
+        for g, size in enumerate(self._block_tokens):
+            needed = -(-max(total_tokens, seq.num_computed) // size)
+            for column in range(needed, seq.num_blocks[g]):
+                self.pool.release(int(seq.table[g, column]))
+                seq.table[g, column] = NULL_BLOCK
+            seq.num_blocks[g] = min(seq.num_blocks[g], needed)
+        self._settle(seq)
 
     def take_copies(self) -> Int32:
         """Copies queued since the last call, int32 [C, 2] of (source, destination): to be made before any write."""

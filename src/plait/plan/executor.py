@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from plait.plan.pool import NativePool
 from plait.weights.store import PackedWeight
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Greedy steps of one call. Blocks are allocated for them ahead, and nothing is heard of before the call returns.
+MAX_STEPS = 64
 
 
 class NativeExecutor:
@@ -30,7 +33,7 @@ class NativeExecutor:
     sampled_ids: columns of the logits that may be sampled, the others never are best. max_rows: the most rows of a step
     that logits are wanted of (default: max_batched_tokens). kv_dtype must have layout.bytes_per_number bytes.
 
-    compute_s: seconds that the last step spent in the library.
+    compute_s: seconds that the last call spent in the library.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class NativeExecutor:
         self._addresses = _Addresses()
         self._best_ids = np.zeros(self.max_rows, np.int32)
         self._best_values = np.zeros(self.max_rows, np.float32)
+        self._interrupt = ctypes.c_int32(0)
 
     @property
     def lowered(self) -> Lowered:
@@ -73,6 +77,11 @@ class NativeExecutor:
     def host_ops(self) -> tuple[str, ...]:
         """Names of the operations that have no native kernel and run through the reference."""
         return self.lowered.host_ops
+
+    @property
+    def max_steps(self) -> int:
+        """The most steps of execute_steps(); 1 where the plan has to leave the library in the middle of a step."""
+        return 1 if self.host_ops else MAX_STEPS
 
     def _build(self, store: Mapping[str, PackedWeight]) -> None:
         self._store = store
@@ -120,21 +129,15 @@ class NativeExecutor:
         The result's arrays are valid until the next step. Raises EngineError for a step that is larger than the plan or
         points outside the vocabulary or the pool.
         """
-        sequences = inputs.sequences
-        if sequences is None or sequences.block_table is None or inputs.logit_rows is None:
-            raise UsageError("the native plan needs sequences with a block table, and logit_rows")
-        for name in ("token_mask", "segment_ids", "adapter_ids"):
-            if getattr(inputs, name) is not None:
-                raise UsageError(f"the native plan takes no {name}")
-        ids = _int32(token_ids)
-        rows = _int32(inputs.logit_rows)
+        arrays = self._arrays(token_ids, inputs)
+        ids, rows = arrays[0], arrays[-1]
         plan, host_ops = self._with_hidden() if hidden else (self.plan, self._host)
         positions = None  # the library counts them
         if inputs.positions is not None or plan.lowered.host_ops:
-            positions = _int32(sequences.positions() if inputs.positions is None else inputs.positions)
-        start, context = _int32(sequences.query_start), _int32(sequences.context_len)
-        table, copies = _int32(sequences.block_table), _int32(sequences.copies)
-        self._check(ids, positions, start, context, table, copies)
+            assert inputs.sequences is not None
+            positions = _int32(inputs.sequences.positions() if inputs.positions is None else inputs.positions)
+            if positions.shape != (len(ids),):
+                raise EngineError(f"a step of {len(ids)} tokens with positions {positions.shape}")
         n, r = len(ids), len(rows)
         logits_out = hidden_out = None
         if logits:
@@ -144,29 +147,16 @@ class NativeExecutor:
             self._hidden = hidden_out = _room(self._hidden, n, plan.lowered.hidden_size)
             hidden_out = hidden_out[:n]
         best_ids, best_values = self._best_ids[:r], self._best_values[:r]
-        address = self._addresses.of
-        step = abi.Step(
-            n,
-            len(context),
-            r,
-            table.shape[0],
-            table.shape[2],
-            len(copies),
-            address("ids", ids),
-            None if positions is None else address("positions", positions),
-            address("start", start),
-            address("context", context),
-            address("table", table),
-            address("copies", copies) if len(copies) else None,
-            address("rows", rows),
-            None if logits_out is None else logits_out.ctypes.data,
-            address("best_ids", self._best_ids),
-            address("best_values", self._best_values),
-            None if hidden_out is None else hidden_out.ctypes.data,
-        )
+        step = self._struct(*arrays)
+        if positions is not None:
+            step.positions = self._addresses.of("positions", positions)
+        if logits_out is not None:
+            step.logits = logits_out.ctypes.data
+        if hidden_out is not None:
+            step.hidden = hidden_out.ctypes.data
 
         def host(index: int) -> None:
-            arrays: dict[str, Any] = {
+            known: dict[str, Any] = {
                 "ids": ids,
                 "positions": positions,
                 "logit_rows": rows,
@@ -175,30 +165,97 @@ class NativeExecutor:
                 "best_values": best_values,
                 "sampled_ids": self.sampled_ids,
             }
-            host_ops.run(index, arrays, inputs)
+            host_ops.run(index, known, inputs)
 
         began = time.perf_counter()
         plan.run(step, host)
         self.compute_s = time.perf_counter() - began
         return StepResult(best_ids, best_values, logits_out, hidden_out)
 
-    def _check(
+    def execute_steps(
+        self,
+        token_ids: NDArray[np.int32],
+        inputs: StepInputs,
+        steps: int,
+        seconds: float,
+        stop_ids: NDArray[np.int32],
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Up to `steps` greedy steps of R sequences that all decode, the first as execute() would do it without logits.
+
+        inputs: the first step, with a block table for all of them. No step is begun when `seconds` have passed, after
+        one that chose an id of stop_ids (int32, ascending) or whose best values are not all finite, or after
+        interrupt(). Returns best ids int32 and values float32 [done, R], done >= 1. Raises EngineError as execute()
+        does, and where max_steps does not allow it.
+        """
+        if not 1 <= steps <= self.max_steps:
+            raise EngineError(f"{steps} steps in a row: 1 to {self.max_steps} can be had")
+        if inputs.positions is not None:
+            raise UsageError("steps in a row take no positions")
+        arrays = self._arrays(token_ids, inputs)
+        rows = len(arrays[0])
+        ids, values = np.empty((steps, rows), np.int32), np.empty((steps, rows), np.float32)
+        began = time.perf_counter()
+        try:
+            done = self.plan.run_steps(self._struct(*arrays), seconds, _int32(stop_ids), self._interrupt, ids, values)
+        finally:
+            # Not at the beginning: what was set since the caller last looked must end this call, too early at worst.
+            self._interrupt.value = 0
+            self.compute_s = time.perf_counter() - began
+        return ids[:done], values[:done]
+
+    def interrupt(self) -> None:
+        """Let execute_steps() return after the step it is in; if it does not run now, its next call makes one step.
+        From any thread."""
+        self._interrupt.value = 1
+
+    def _arrays(self, token_ids: NDArray[np.int32], inputs: StepInputs) -> tuple[NDArray[np.int32], ...]:
+        """token_ids, query_start, context_len, block_table, copies and logit_rows, as the library takes them.
+
+        Checks the shapes that the library takes for granted; it checks what the numbers point to itself.
+        """
+        sequences = inputs.sequences
+        if sequences is None or sequences.block_table is None or inputs.logit_rows is None:
+            raise UsageError("the native plan needs sequences with a block table, and logit_rows")
+        for name in ("token_mask", "segment_ids", "adapter_ids"):
+            if getattr(inputs, name) is not None:
+                raise UsageError(f"the native plan takes no {name}")
+        ids, rows = _int32(token_ids), _int32(inputs.logit_rows)
+        start, context = _int32(sequences.query_start), _int32(sequences.context_len)
+        table, copies = _int32(sequences.block_table), _int32(sequences.copies)
+        n, s = len(ids), len(context)
+        if table.shape[:2] != (len(self.layout.groups), s) or start.shape != (s + 1,):
+            raise EngineError(f"a step of {n} tokens, {s} sequences: table {table.shape}, bounds {start.shape}")
+        if copies.shape[1:] != (2,) or context.ndim != 1:
+            raise EngineError(f"a step with copies {copies.shape} and context lengths {context.shape}")
+        return ids, start, context, table, copies, rows
+
+    def _struct(
         self,
         ids: NDArray[np.int32],
-        positions: NDArray[np.int32] | None,
         start: NDArray[np.int32],
         context: NDArray[np.int32],
         table: NDArray[np.int32],
         copies: NDArray[np.int32],
-    ) -> None:
-        """The shapes that the library takes for granted; it checks what the numbers point to itself."""
-        n, s = len(ids), len(context)
-        if table.shape[:2] != (len(self.layout.groups), s) or start.shape != (s + 1,):
-            raise EngineError(f"a step of {n} tokens, {s} sequences: table {table.shape}, bounds {start.shape}")
-        if positions is not None and positions.shape != (n,):
-            raise EngineError(f"a step of {n} tokens with positions {positions.shape}")
-        if copies.shape[1:] != (2,) or context.ndim != 1:
-            raise EngineError(f"a step with copies {copies.shape} and context lengths {context.shape}")
+        rows: NDArray[np.int32],
+    ) -> abi.Step:
+        """A step that gives best ids and values; no positions, logits or hidden states."""
+        address = self._addresses.of
+        return abi.Step(
+            num_tokens=len(ids),
+            num_sequences=len(context),
+            num_rows=len(rows),
+            num_groups=table.shape[0],
+            table_width=table.shape[2],
+            num_copies=len(copies),
+            token_ids=address("ids", ids),
+            query_start=address("start", start),
+            context_len=address("context", context),
+            block_table=address("table", table),
+            copies=address("copies", copies) if len(copies) else None,
+            logit_rows=address("rows", rows),
+            best_ids=address("best_ids", self._best_ids),
+            best_values=address("best_values", self._best_values),
+        )
 
     @property
     def plan_bytes(self) -> int:

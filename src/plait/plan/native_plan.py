@@ -93,6 +93,35 @@ class NativePlan:
             if due == count:
                 return
 
+    def run_steps(
+        self,
+        step: abi.Step,
+        seconds: float,
+        stop_ids: NDArray[np.int32],
+        interrupt: ctypes.c_int32,
+        ids: NDArray[np.int32],
+        values: NDArray[np.float32],
+    ) -> int:
+        """Greedy steps in a row, at most as many as the rows of ids and values [steps, R]; how many were done.
+
+        See plait_plan_run_steps in csrc/plait_native.h. stop_ids: ascending. Raises EngineError where one fails: then
+        the others' results do not count either.
+        """
+        done = self._functions.plait_plan_run_steps(
+            self._plan,
+            ctypes.byref(step),
+            len(ids),
+            seconds,
+            stop_ids.ctypes.data,
+            len(stop_ids),
+            ctypes.addressof(interrupt),
+            ids.ctypes.data,
+            values.ctypes.data,
+        )
+        if done < 0:
+            raise EngineError(f"steps of the native plan failed: {self._last_error()}")
+        return int(done)
+
     def buffer(self, number: int, rows: int, tail: Sequence[int]) -> NDArray[Any]:
         """A view of the first rows of a buffer, float32 or int32 [rows, *tail]."""
         description = self.lowered.buffers[number]

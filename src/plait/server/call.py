@@ -83,7 +83,9 @@ class Call:
             self._log["first_token_s"] = round(now - self._start_s, 3)
         last = self._last_token_s.get(index)
         if last is not None:
-            self._metrics.inter_token.labels(self.served.id).observe((now - last) / len(delta.token_ids))
+            histogram = self._metrics.inter_token.labels(self.served.id)
+            for _ in delta.token_ids:  # those that came together share the time
+                histogram.observe((now - last) / len(delta.token_ids))
         self._last_token_s[index] = now
 
     def usage(self) -> dict[str, Any]:
