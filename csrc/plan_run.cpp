@@ -269,27 +269,25 @@ Cut Run::cut(const PlaitOp &op, int64_t tokens) const {
   const bool groups = op.kind == PLAIT_OP_GATED || op.kind == PLAIT_OP_ACTIVATED;
   const int32_t matrices = op.kind == PLAIT_OP_LINEAR ? op.i[0] : op.kind == PLAIT_OP_GATED ? 2 : 1;
   double bytes = 0, macs = 0;  // of all
+  int64_t panels = 0;
   for (int32_t k = 0; k < matrices; k++) {
     const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
+    panels += panels_of(matrix);
     bytes += double(panels_of(matrix)) * double(matrix.panel_bytes);
     macs += double(panels_of(matrix)) * double(kPanelRows) * double(matrix.cols);
   }
-  int64_t units = 0;
-  if (groups) {
-    units = divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs);
-  } else if (op.kind == PLAIT_OP_LOGITS) {
-    // Columns that nobody samples are computed only where the logits are wanted.
-    units = divide_up(step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids, kPanelRows);
-  } else {
-    for (int32_t k = 0; k < matrices; k++) units += panels_of(plan_.matrices[op.w[2 * k]]);
-  }
-  return cut_product(plan_, units, bytes / double(units), macs / double(units), tokens,
+  const int64_t units = groups ? divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs) : panels;
+  int64_t used = units;
+  // Columns that nobody samples are computed only where the logits are wanted.
+  if (op.kind == PLAIT_OP_LOGITS && step_.logits == nullptr) used = divide_up(plan_.sampled_ids, kPanelRows);
+  return cut_product(plan_, used, bytes / double(units), macs / double(units), tokens,
                      plan_.buffers[op.in[0]].row_bytes, threads_);
 }
 
 // Tells every thread where its part of the next product's weights begins, to fetch when it has nothing left to do in the
 // present one. For few tokens, where reading takes the time.
 void Run::fetch_next(const Stage &stage) const {
+  if (threads_ == 1) return;
   const Stage *next = &stage + 1, *const end = plan_.stages.data() + plan_.stages.size();
   while (next < end && next->kind != Stage::kLinear && next->kind != Stage::kGated && next->kind != Stage::kLogits)
     next++;

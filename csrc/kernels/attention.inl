@@ -394,8 +394,7 @@ struct Rows {
     case 2: call(2); break;  \
     case 3: call(3); break;  \
     case 4: call(4); break;  \
-    case 5: call(5); break;  \
-    default: call(6);        \
+    default: call(5);        \
   }
 
 // Vectors in a tile of few rows: about 12 sums hide the latency of an addition, and registers for them are there.

@@ -65,7 +65,8 @@ struct Kernels {
   void (*write_kv)(const PlaitCache &cache, int64_t block, int64_t slot, const float *k, const float *v);
   // Attention of tokens [t0, t1) for one kv head over keys [key0, key1), which begin at a multiple of the chunk.
   // partial null: these are all the keys, the result goes to `out`. Else per (token, query head of the group), from
-  // partial on: highest score, sum of exponentials, and value_width unnormalised sums. scratch: attend_scratch floats.
+  // partial on: highest score, sum of exponentials, from kPartialHead on value_width unnormalised sums. scratch:
+  // attend_scratch floats.
   void (*attend)(const AttendArgs &args, int32_t kv_head, int64_t t0, int64_t t1, int64_t key0, int64_t key1,
                  float *partial, float *scratch);
   // Puts `chunks` partials (each `stride` floats after the one before) of tokens [t0, t1) and one kv head together;
@@ -87,7 +88,7 @@ constexpr int64_t kAttendChunk = 512;
 constexpr int64_t kAttendTile = 16;
 constexpr int64_t kAttendRows = 45;
 constexpr int64_t kScoreStride = kAttendChunk + 16;  // rows of scores start in different sets of the cache
-constexpr int64_t kPartialHead = 16;  // of a partial: highest score, sum of exponentials; padded to a line of the cache
+constexpr int64_t kPartialHead = 16;  // floats before a partial's sums: their rows begin like lines of the cache
 // Floats of scratch for one item.
 int64_t attend_scratch(const PlaitCache &cache);
 static inline int64_t value_width(const PlaitCache &cache) {

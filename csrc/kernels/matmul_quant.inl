@@ -626,8 +626,12 @@ PLAIT_INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t 
     _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8((__m512i)n));
     sum[i / 16] = _mm512_reduce_add_epi32((__m512i)n);
 #else
+#if defined(__aarch64__)
+    n = (vi)vcvtnq_s32_f32((float32x4_t)y);  // an addition would be fused with the product, and round it once less
+#else
     const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, nearest even
     n = (vi)as_bits(y + shift) - 0x4b400000;
+#endif
     for (int k = 0; k < W; k++) {
       q[i + k] = (int8_t)n[k];
       sum[i / 16] += n[k];

@@ -22,7 +22,7 @@ from plait.ops.step import Sequences, StepInputs
 from tests.engine.test_engine_schedules import SHAPES
 from tests.engine.toy_model import PROMPT, ToyExecutor, generate_alone, make_engine, make_layout, run_to_end, tokens_of
 
-ALWAYS = 1000.0  # seconds: no call ends for want of time
+ALWAYS = 60.0  # seconds: no call ends for want of time
 
 
 class AheadExecutor(ToyExecutor):
@@ -389,6 +389,54 @@ def test_a_call_that_fails_ends_the_requests_that_are_in_it() -> None:
     assert engine.blocks.usage == 0
 
 
+def test_a_call_that_is_interrupted_by_the_keyboard_is_as_if_it_had_not_been() -> None:
+    class Interrupted(AheadExecutor):
+        calls = 0
+
+        def execute_steps(self, *args: object) -> tuple[np.ndarray, np.ndarray]:
+            result = super().execute_steps(*args)
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return result
+
+    executor = Interrupted(num_blocks=100)
+    engine = ahead_engine(executor)
+    engine.add_request(Request("a", PROMPT, greedy()))
+    engine.step()
+    before = len(engine._requests["a"].choices[0].tokens)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert len(engine._requests["a"].choices[0].tokens) == before
+    outputs = run_to_end(engine)
+    assert executor.calls > 1
+    assert tokens_of(outputs["a", 0]) == generate_alone(ToyExecutor(), PROMPT, greedy())[0][1:]
+    engine.check_integrity()
+    assert engine.blocks.usage == 0
+
+
+def test_what_has_come_is_taken_while_another_call_steps() -> None:
+    engine = ahead_engine()
+    steps = SharedSteps(engine, OutputProcessor(None))
+    first, second = (Request(i, PROMPT, greedy(detokenize=False)) for i in "ab")
+    with steps.running([first], [None]) as mine, steps.running([second], [None]) as other:
+        steps.advance(other)  # the prompts of both
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with steps._lock:
+                held.set()
+                done.wait(10)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(10)
+        (delta,), results = steps.advance(mine)  # would wait for the lock
+        assert (delta.request_id, results, thread.is_alive()) == ("a", [], True)
+        done.set()
+        thread.join()
+
+
 def test_steps_that_an_executor_makes_up_are_refused() -> None:
     class Generous(AheadExecutor):
         def execute_steps(self, token_ids: np.ndarray, inputs: StepInputs, steps: int, *more: object):
@@ -466,12 +514,12 @@ def test_a_call_that_wants_to_come_in_interrupts_the_one_that_runs_ahead() -> No
         assert executor.done == [3]
         assert came_in.wait(10)
         thread.join()
-        while not steps.advance(mail).finished:
+        while not steps.advance(mail)[1]:
             pass
 
 
 def test_seconds_that_are_none_are_refused() -> None:
-    for value in (-0.1, math.inf, math.nan):
+    for value in (-0.1, math.inf, math.nan, 60.1, "x", None):
         with pytest.raises(RequestError, match="run_ahead_s"):
             make_engine(run_ahead_s=value)
 

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}"),
 ]
-FOREVER = 1e9
+FOREVER = 60.0  # seconds
 NONE = np.array([], np.int32)
 
 

@@ -26,6 +26,7 @@ from plait.errors import CapacityError, EngineError, RequestError
 from plait.memory.blocks import BlockManager
 
 NO_HIDDEN = "this executor gives no hidden states, which embeddings need"
+MAX_RUN_AHEAD_S = 60
 _MAX_FAILED_STEPS = 3
 _STEP_TIMES = 4096
 
@@ -77,9 +78,9 @@ class Engine:
         ):
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}", field=name)
-        if not 0 <= run_ahead_s < math.inf:
+        if not isinstance(run_ahead_s, (int, float)) or not 0 <= run_ahead_s <= MAX_RUN_AHEAD_S:
             raise RequestError(
-                f"run_ahead_s must be a number of seconds, at least 0, got {run_ahead_s}", field="run_ahead_s"
+                f"run_ahead_s must be seconds, 0 to {MAX_RUN_AHEAD_S}, got {run_ahead_s!r}", field="run_ahead_s"
             )
         budget = min(max_batched_tokens, executor.max_batched_tokens)
         if budget < max_num_seqs:

@@ -134,9 +134,9 @@ class LLM:
         with self._steps.running([request], [None]) as mail:
             finished = False
             while not finished:
-                come = self._steps.advance(mail)
-                yield from come.deltas
-                finished = bool(come.finished)
+                deltas, results = self._steps.advance(mail)
+                yield from deltas
+                finished = bool(results)
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
         """Log-probability of every token of each text (or id list) given those before it; None for the first one.
@@ -183,7 +183,7 @@ class LLM:
         results: dict[str, RequestOutput] = {}
         with self._steps.running(requests, texts) as mail, _bar(len(requests), progress) as advance:
             while len(results) < len(requests):
-                for result in self._steps.advance(mail).finished:
+                for result in self._steps.advance(mail)[1]:
                     results[result.request_id] = result
                     advance()
         return [results[r.request_id] for r in requests]

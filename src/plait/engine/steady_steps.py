@@ -56,6 +56,7 @@ class SteadySteps:
         self._run_ahead_s = run_ahead_s
         self._end = end
         self._steady: SteadyBatch | None = None
+        self._due = False  # steps that prepare() told of have brought nothing yet
         self.step_s = 0.0
 
     def prepare(self, executor: Any) -> tuple[Batch, bool, int] | None:
@@ -63,6 +64,9 @@ class SteadySteps:
 
         None where the scheduler has to decide: somebody comes or goes, or blocks are too few.
         """
+        if self._due and self._steady is not None:  # the steps before were interrupted: nobody knows what they did
+            self._steady.give_back()
+            self._steady = None
         steady = self._steady
         if steady is None or steady.version != self._scheduler.version:
             steady = self._steady = self._find()
@@ -74,6 +78,7 @@ class SteadySteps:
             self._steady = None
             return None
         inputs, steps = advanced
+        self._due = True
         return Batch(token_ids, inputs, steady.counts, [], steady.sample_rows, []), steady.needs_logits, steps
 
     def _find(self) -> SteadyBatch | None:
@@ -111,6 +116,7 @@ class SteadySteps:
         has no token."""
         steady = self._steady
         assert steady is not None
+        self._due = False
         logprobs: dict[int, TokenLogprobs] = {}
         if steady.needs_logits:
             samples = self._sampler.sample(result, steady.rows, steady.states)
