@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <new>
@@ -13,15 +12,15 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#if defined(__linux__)
-#include <sys/resource.h>
-#endif
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
 
 #include "files.h"
+#include "float_mode.h"
+#include "item_range.h"
 #include "kernels/kernels.h"
+#include "lost_time.h"
 
 namespace plait {
 namespace {
@@ -34,13 +33,6 @@ constexpr int64_t kSpinBeforeYield = 50'000;  // ns
 constexpr int64_t kWindow = 150'000'000, kFirstPenalty = 25'000'000, kLastPenalty = 400'000'000;  // ns
 constexpr int64_t kMaskInterval = 1'000'000'000;  // ns between looks at the affinity mask
 constexpr size_t kLeastStack = 1 << 20;           // bytes; musl gives 128 KB, a product may take 150
-constexpr size_t kLine = 128;                     // bytes; two cache lines, which x86 fetches together
-constexpr int64_t kMostGroups = 0xffff;           // that a range can count
-
-int64_t now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 void pause() {
 #if defined(__SSE2__)
@@ -49,70 +41,6 @@ void pause() {
   __asm__ volatile("isb" ::: "memory");
 #endif
 }
-
-// Rounding and handling of subnormals: torch.set_flush_denormal changes it in the caller's thread, and the numbers of a
-// stage must not depend on which thread computes them.
-unsigned float_mode() {
-#if defined(__SSE2__)
-  return _mm_getcsr() & ~0x3fu;  // without the flags of what has happened
-#elif defined(__aarch64__)
-  uint64_t mode;
-  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-  return static_cast<unsigned>(mode);
-#else
-  return 0;
-#endif
-}
-
-void set_float_mode(unsigned mode) {
-#if defined(__SSE2__)
-  if (float_mode() != mode) _mm_setcsr(mode);
-#elif defined(__aarch64__)
-  if (float_mode() != mode) __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{mode}));
-#else
-  (void)mode;
-#endif
-}
-
-// Time that a thread wanted to run and did not: what passed on the clock less what it got, where it was thrown out.
-class LostTime {
- public:
-  void start() {
-    wall_ = now();
-    read(&cpu_, &switches_);
-  }
-  // To be called by the thread itself after start().
-  void add() {
-    const int64_t wall = now();
-    int64_t cpu = 0, switches = 0;
-    read(&cpu, &switches);
-    const int64_t lost = wall - wall_ - (cpu - cpu_);
-    if (switches > switches_ && lost > 0) lost_.store(this->lost() + lost, std::memory_order_relaxed);
-    awake_.store(awake() + wall - wall_, std::memory_order_relaxed);
-    wall_ = wall;
-    cpu_ = cpu;
-    switches_ = switches;
-  }
-  int64_t since() const { return wall_; }
-  int64_t lost() const { return lost_.load(std::memory_order_relaxed); }    // ns, any thread may ask
-  int64_t awake() const { return awake_.load(std::memory_order_relaxed); }  // ns
-
- private:
-  static void read(int64_t *cpu, int64_t *switches) {
-#if defined(__linux__)
-    rusage usage;
-    getrusage(RUSAGE_THREAD, &usage);
-    *cpu = (usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1'000'000'000 +
-           (usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1'000;
-    *switches = usage.ru_nivcsw;
-#else
-    *cpu = now();
-    *switches = 0;
-#endif
-  }
-  int64_t wall_ = 0, cpu_ = 0, switches_ = 0;
-  std::atomic<int64_t> lost_{0}, awake_{0};
-};
 
 #if defined(__linux__)
 using Mask = cpu_set_t;
@@ -168,47 +96,6 @@ struct Worker {
   int number = 0;  // from 1
   pthread_t thread{};
   LostTime time;
-};
-
-// Items that one thread is to do, [first, last) of a stage. Each thread goes through a range of neighbours, because it
-// then reads on where it has just read: shared out one by one, a product's weights come from memory at two thirds of
-// the rate. Whoever asks names the stage it works for: ranges of other stages have nothing for it.
-class alignas(kLine) Range {
- public:
-  void set(uint32_t stage, int64_t first, int64_t last) {
-    word_.store(pack(stage, first, last), std::memory_order_release);
-  }
-
-  bool take_first(uint32_t stage, int64_t *item) {
-    uint64_t word = word_.load(std::memory_order_acquire);
-    do {
-      *item = first(word);
-      if (stage_of(word) != stage || *item >= last(word)) return false;
-    } while (!word_.compare_exchange_weak(word, pack(stage, *item + 1, last(word)), std::memory_order_acq_rel,
-                                          std::memory_order_acquire));
-    return true;
-  }
-
-  // [*item, *end): the second half, at least one item.
-  bool take_half(uint32_t stage, int64_t *item, int64_t *end) {
-    uint64_t word = word_.load(std::memory_order_acquire);
-    do {
-      *end = last(word);
-      if (stage_of(word) != stage || first(word) >= *end) return false;
-      *item = (first(word) + *end) / 2;
-    } while (!word_.compare_exchange_weak(word, pack(stage, first(word), *item), std::memory_order_acq_rel,
-                                          std::memory_order_acquire));
-    return true;
-  }
-
- private:
-  static uint64_t pack(uint32_t stage, int64_t first, int64_t last) {
-    return uint64_t{stage} << 32 | static_cast<uint64_t>(last) << 16 | static_cast<uint64_t>(first);
-  }
-  static uint32_t stage_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
-  static int64_t first(uint64_t word) { return static_cast<int64_t>(word & 0xffff); }
-  static int64_t last(uint64_t word) { return static_cast<int64_t>(word >> 16 & 0xffff); }
-  std::atomic<uint64_t> word_{0};
 };
 
 // What set_fetch() asked for.
@@ -543,7 +430,7 @@ class Pool {
 
   // The present stage. Where there are very many items, `group_` of them are taken as one. left_: groups that nobody has
   // taken yet, or a little more.
-  Range ranges_[kMaxThreads + 1];
+  ItemRange ranges_[kMaxThreads + 1];
   Fetch fetches_[kMaxThreads + 1];
   alignas(kLine) std::atomic<int64_t> left_{0};
   std::atomic<uint32_t> stage_{0};  // its number
