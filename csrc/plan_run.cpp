@@ -93,6 +93,10 @@ class Run {
   void rows(const Stage &stage);
   void row_op(const PlaitOp &op, int64_t row0, int64_t row1);
   void write_kv(const PlaitOp &op, int64_t row0, int64_t row1);
+  // Columns that nobody samples are computed only where the logits are wanted.
+  int64_t logit_columns(const PlaitOp &op) const {
+    return step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids;
+  }
   Cut cut(const PlaitOp &op, int64_t tokens) const;
   void fetch_next(const Stage &stage) const;
   void linear(const PlaitOp &op, int64_t tokens);
@@ -277,9 +281,7 @@ Cut Run::cut(const PlaitOp &op, int64_t tokens) const {
     macs += double(panels_of(matrix)) * double(kPanelRows) * double(matrix.cols);
   }
   const int64_t units = groups ? divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs) : panels;
-  int64_t used = units;
-  // Columns that nobody samples are computed only where the logits are wanted.
-  if (op.kind == PLAIT_OP_LOGITS && step_.logits == nullptr) used = divide_up(plan_.sampled_ids, kPanelRows);
+  const int64_t used = op.kind == PLAIT_OP_LOGITS ? divide_up(logit_columns(op), kPanelRows) : units;
   return cut_product(plan_, used, bytes / double(units), macs / double(units), tokens,
                      plan_.buffers[op.in[0]].row_bytes, threads_);
 }
@@ -423,8 +425,7 @@ void Run::select(const PlaitOp &op) {
 
 void Run::logits(const PlaitOp &op) {
   const int64_t rows = step_.num_rows;
-  const int64_t columns = step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids;
-  const int64_t panels = divide_up(columns, kPanelRows);
+  const int64_t panels = divide_up(logit_columns(op), kPanelRows);
   const Cut cut = this->cut(op, rows);
   Best *best = plan_.best.data();
   for (int thread = 0; thread < plan_.scratch_threads; thread++)
