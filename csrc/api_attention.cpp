@@ -30,7 +30,7 @@ int32_t plait_write_kv(const char *isa, const PlaitCache *cache, const int32_t *
   const int64_t heads = cache->num_kv_heads;
   for (int64_t t = 0; t < tokens; t++) {
     const int64_t position = first + t;
-    kernels->write_kv(*cache, table[position / cache->block_tokens], position % cache->block_tokens,
+    kernels->write_kv(*cache, 0, cache->num_kv_heads, table[position / cache->block_tokens], position % cache->block_tokens,
                       k + t * heads * cache->key_width, v ? v + t * heads * cache->value_width : nullptr);
   }
   return 0;
@@ -68,7 +68,7 @@ int32_t plait_attend(const char *isa, const PlaitCache *cache, const int32_t *ta
   plait::cut_attention(step, layer, kCutThreads, &work);
   std::vector<float> scratch(plait::attend_item_scratch(layer));
   for (int64_t i = 0; i < int64_t(work.items.size()); i++)
-    plait::run_attend_item(*kernels, layer, step, work, i, scratch.data());
+    plait::run_attend_item(*kernels, layer, step, work, i, nullptr, scratch.data());
   return 0;
 } catch (...) {
   return plait::fail_with_exception();

@@ -19,9 +19,26 @@ bool is_row_op(int32_t kind) {
     case PLAIT_OP_SOFT_CAP:
     case PLAIT_OP_CLIP:
     case PLAIT_OP_QUANTISE:
-    case PLAIT_OP_COPY: return true;
+    case PLAIT_OP_COPY:
+    case PLAIT_OP_ROUTE: return true;
     default: return false;
   }
+}
+
+bool route_holds(const PlaitOp &op) {
+  const int64_t experts = op.i[0], top_k = op.i[1], groups = op.i[4], top_groups = op.i[5];
+  const auto no = [&](const char *what) {
+    fail("the choice of %d of %d experts, %d of %d groups: %s", op.i[1], op.i[0], op.i[5], op.i[4], what);
+    return false;
+  };
+  if (experts < 1 || experts > kMaxExperts) return no("experts are out of range");
+  if (top_k < 1 || top_k > experts) return no("there are not as many");
+  if (op.i[2] < PLAIT_SCORES_SOFTMAX || op.i[2] > PLAIT_SCORES_TOPK_SOFTMAX) return no("unknown scores");
+  if (groups == 0) return true;
+  if (groups < 0 || experts % groups != 0) return no("groups do not divide the experts");
+  if (top_groups < 1 || top_groups > groups) return no("there are not as many groups");
+  if (experts / groups < 2 && (op.i[6] & PLAIT_ROUTE_TWO_BEST) != 0) return no("a group has no two best");
+  return true;
 }
 
 void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const float *const in[3], float *const out[3],
@@ -44,7 +61,15 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
         kernels.layer_norm(x + h * n, vector(0), vector(1), n, op.f[0], y + h * n);
       break;
     case PLAIT_OP_ROTATE: kernels.rotate(x, in[1], op.i[0], op.i[1], op.i[2], op.i[3] != 0, y); break;
-    case PLAIT_OP_GATE: kernels.gate(op.i[0], x, in[1], width, y); break;
+    case PLAIT_OP_GATE:
+      if (op.i[1] != 0) {
+        float factor;
+        kernels.activate(op.i[0], x, 1, &factor);
+        kernels.scale(in[1], factor, width, y);
+      } else {
+        kernels.gate(op.i[0], x, in[1], width, y);
+      }
+      break;
     case PLAIT_OP_ACTIVATE: kernels.activate(op.i[0], x, width, y); break;
     case PLAIT_OP_ADD: kernels.add(x, in[1], width, y); break;
     case PLAIT_OP_SCALE: kernels.scale(x, op.f[0], width, y); break;
@@ -54,6 +79,22 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
     case PLAIT_OP_COPY:
       if (x != y) memcpy(y, x, width * sizeof(float));
       break;
+    case PLAIT_OP_ROUTE: {
+      RouteArgs route{};
+      route.logits = x;
+      route.bias = vector(0);
+      route.experts = op.i[0];
+      route.top_k = op.i[1];
+      route.scores = op.i[2];
+      route.renormalise = op.i[3] != 0;
+      route.scale = op.f[0];
+      route.groups = op.i[4];
+      route.top_groups = op.i[5];
+      route.two_best = (op.i[6] & PLAIT_ROUTE_TWO_BEST) != 0;
+      route.masked_zero = (op.i[6] & PLAIT_ROUTE_MASKED_ZERO) != 0;
+      kernels.route(route, reinterpret_cast<int32_t *>(y), out[1]);
+      break;
+    }
     default: break;
   }
 }
@@ -79,6 +120,11 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
       if (width % 32 != 0) return fail("%lld numbers do not divide into blocks of 32", static_cast<long long>(width));
       width = plait_quantised_row_bytes(width) / 4;
       break;
+    case PLAIT_OP_GATE: first = op->i[1] != 0 ? 1 : width; break;
+    case PLAIT_OP_ROUTE:
+      if (!route_holds(*op)) return -1;
+      first = op->i[0], width = op->i[1];
+      break;
     default: break;
   }
   if (width <= 0) return fail("operation %d on rows of %lld numbers", op->kind, static_cast<long long>(width));
@@ -92,7 +138,7 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
   const bool numbered = op->kind == PLAIT_OP_EMBED || op->kind == PLAIT_OP_POSITIONS;
   for (int64_t r = 0; r < rows; r++) {
     const float *const from[3] = {in[0] + r * first, two ? in[1] + r * second : nullptr, nullptr};
-    float *const to[3] = {out[0] + r * width, nullptr, nullptr};
+    float *const to[3] = {out[0] + r * width, op->kind == PLAIT_OP_ROUTE ? out[1] + r * width : nullptr, nullptr};
     const int64_t number = numbered ? reinterpret_cast<const int32_t *>(in[0])[r] : 0;
     run_row_op(*kernels, *op, op->kind == PLAIT_OP_QUANTISE ? first : width, from, to, weights ? weights : none, table,
                number);

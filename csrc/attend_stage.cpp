@@ -115,10 +115,11 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
 }
 
 void run_attend_item(const Kernels &kernels, const AttendLayer &layer, const PlaitStep &step, AttendWork &work,
-                     int64_t index, float *scratch) {
+                     int64_t index, const float *q, float *scratch) {
   const AttendItem &item = work.items[index];
   float *result = scratch + attend_scratch(layer.cache);
-  const AttendArgs args = arguments(layer, step, item, result);
+  AttendArgs args = arguments(layer, step, item, result);
+  if (q != nullptr) args.q = q;
   const int64_t count = item.t1 - item.t0;
   if (item.tile < 0) {
     kernels.attend(args, item.kv_head, 0, count, item.key0, item.key1, nullptr, scratch);

@@ -65,8 +65,9 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
 // Floats of scratch that run_attend_item needs for this layer; every thread has its own, 64-byte aligned.
 int64_t attend_item_scratch(const AttendLayer &layer);
 
-// Runs item `item` of the layer; any number of threads at once, each item by one.
+// Runs item `item` of the layer; any number of threads at once, each item by one. q: queries [group, key_width] of an item
+// of one token, in place of the layer's; null: those.
 void run_attend_item(const Kernels &kernels, const AttendLayer &layer, const PlaitStep &step, AttendWork &work,
-                     int64_t item, float *scratch);
+                     int64_t item, const float *q, float *scratch);
 
 }  // namespace plait

@@ -12,7 +12,7 @@
 #define PLAIT_API __attribute__((visibility("default")))
 #endif
 
-#define PLAIT_ABI_VERSION 4
+#define PLAIT_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -204,7 +204,7 @@ enum {
   PLAIT_OP_WRITE_KV = 8,     // in0 keys, in1 values into cache i0 (number of a PlaitCache)
   PLAIT_OP_ATTEND = 9,       // out0 = attention of in0 over cache i0; i1 heads, i2 window; f0 scale, f1 soft cap;
                              // w0: sinks (vector [heads]) or -1; out0 may be Q8
-  PLAIT_OP_GATE = 10,        // out0 = act(in0) * in1; i0 = activation
+  PLAIT_OP_GATE = 10,        // out0 = act(in0) * in1; i0 = activation; i1 = 1: in0 is one number per row
   PLAIT_OP_ACTIVATE = 11,    // out0 = act(in0); i0 = activation
   PLAIT_OP_ADD = 12,         // out0 = in0 + in1
   PLAIT_OP_SCALE = 13,       // out0 = in0 * f0
@@ -215,8 +215,25 @@ enum {
   PLAIT_OP_SELECT_ROWS = 18, // out0 [R] = in0 [N] at the step's logit rows
   PLAIT_OP_LOGITS = 19,      // in0 [R] times w0^T (soft-capped by f0 if f0 > 0) into the step's logits and best ids
   PLAIT_OP_HIDDEN = 20,      // in0 [N] into the step's hidden, where wanted
-  PLAIT_OP_HOST = 21         // the caller computes this one: plait_plan_run returns before it
+  PLAIT_OP_HOST = 21,        // the caller computes this one: plait_plan_run returns before it
+  PLAIT_OP_ROUTE = 22,       // out0 (I32) = the i1 of i0 experts that the logits in0 choose, best first, out1 = their
+                             // weights; w0: selection bias or -1; i2 scores, i3 = 1: renormalised, then times f0;
+                             // i4 groups (0: none), the i5 best of them eligible, i6 flags PLAIT_ROUTE_...
+  PLAIT_OP_EXPERTS = 23      // out0 = sum over j of in2[j] * expert in1[j] of in0, for i1 experts, i0 = activation;
+                             // i2 = 1: gated; w0 = stack of gate and up (i2 = 0: up alone), w1 = its biases or -1,
+                             // w2 = stack of down, w3 = its biases or -1; out1, out2: memory for its work (below)
 };
+// Scores of ROUTE: the softmax or the sigmoid of all logits, or the logits, with the softmax over the chosen. A NaN
+// among them makes every weight NaN.
+enum { PLAIT_SCORES_SOFTMAX = 0, PLAIT_SCORES_SIGMOID = 1, PLAIT_SCORES_TOPK_SOFTMAX = 2 };
+// A group scores the sum of its two best selection scores, not its best; experts that are not eligible have scores of 0,
+// and are not kept from being chosen.
+enum { PLAIT_ROUTE_TWO_BEST = 1, PLAIT_ROUTE_MASKED_ZERO = 2 };
+// Experts of EXPERTS lie in a matrix one after another, the gate's rows before up's, each padded with zeros to whole
+// panels: with F hidden numbers, 2 * i1 * (F rounded up to 16) rows, and i1 * (D rounded up to 16) of down; biases are
+// vectors without padding. A row of out1 and out2 has a slot for each of the k experts of a token, all of the same size
+// (row_bytes / k): out1 of F numbers, of kind Q8 where down is quantised (k * F wide, whole records), out2 of D floats
+// (k * D wide); a slot of out2 must also have room for a row of in0, in multiples of 64 bytes.
 enum {
   PLAIT_ACT_SILU = 0, PLAIT_ACT_GELU = 1, PLAIT_ACT_GELU_TANH = 2, PLAIT_ACT_RELU = 3, PLAIT_ACT_RELU_SQUARED = 4,
   PLAIT_ACT_SIGMOID = 5

@@ -1,12 +1,13 @@
 // A plan: the operations of one step, checked and cut into stages, with the memory they work in.
 //
-// plan.cpp makes plans (and refuses those that do not hold together), plan_run.cpp runs them, plan_steps.cpp runs
-// several greedy steps in a row.
+// plan.cpp makes plans, plan_check.cpp refuses those that do not hold together, plan_run.cpp runs them, plan_steps.cpp
+// runs several greedy steps in a row.
 #pragma once
 
 #include <vector>
 
 #include "attend_stage.h"
+#include "experts_work.h"
 #include "kernels/kernels.h"
 
 namespace plait {
@@ -32,12 +33,19 @@ class Pages {
 // Row-local operations that follow one another over the same kind of rows are one stage, every other operation is one
 // of its own. Threads meet between stages.
 struct Stage {
-  enum Kind { kRows, kLinear, kGated, kAttend, kSelect, kLogits, kHost };
+  enum Kind { kRows, kLinear, kGated, kExperts, kAttend, kSelect, kLogits, kHost };
   Kind kind;
   int32_t first, end;  // operations
   int32_t rows;        // PLAIT_ROWS_...
   int32_t attention;   // kAttend: which of the plan's attentions
   double row_ns;       // kRows: estimate of one row's time
+  int32_t head_rows = -1;  // kRows and the kAttend behind it: which of the plan's, where attention can do these rows
+};
+
+// Row operations that attention can do head by head (head_rows.h), in their order.
+struct HeadRows {
+  std::vector<int32_t> queries, keys;
+  int32_t write;  // the WRITE_KV
 };
 
 // Attention layers of one shape are cut alike: once per step.
@@ -52,11 +60,6 @@ struct Best {
   int32_t id;  // -1 = none yet
 };
 
-// Gate and up products lie in scratch before they are multiplied: this many outputs of this many tokens at a time,
-// more outputs where there are few tokens. Outputs are handed out in groups: one block of quantised records each.
-constexpr int64_t kGatedTokens = 48, kGatedGroups = 2, kFewTokens = 12, kFewTokensGroups = 4, kGroupOutputs = 32;
-constexpr int64_t kGatedScratch = kGatedTokens * kGatedGroups * kGroupOutputs;  // floats, of either product
-static_assert(kFewTokens * kFewTokensGroups <= kGatedTokens * kGatedGroups, "scratch holds either");
 // Panels and rows of logits that lie in scratch at a time.
 constexpr int64_t kLogitPanels = 8, kLogitRows = 32;
 
@@ -76,6 +79,8 @@ struct PlaitPlan {
 
   std::vector<plait::Stage> stages;
   std::vector<plait::Attention> attentions;
+  std::vector<plait::HeadRows> head_rows;
+  plait::ExpertWork experts;  // one EXPERTS runs at a time
   plait::Pages arena, scratch;
   int64_t thread_scratch = 0;  // bytes of scratch per thread
   int scratch_threads = 0;

@@ -9,65 +9,16 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "cut.h"
+#include "experts_stage.h"
+#include "gated_tile.h"
+#include "head_rows.h"
 #include "plan.h"
 #include "rows.h"
 #include "threads.h"
 
 namespace plait {
 namespace {
-
-// Guesses at speed, to size items: bytes of weights per ns that one thread reads, multiply-adds per ns that it does.
-constexpr double kReadRate = 10, kMacRate = 40;
-// Items should take this long: short enough to end together, long enough that handing them out costs nothing.
-constexpr double kLeastItem = 2'000, kMostItem = 60'000;  // ns
-// Rows of less work than this stay with the caller.
-constexpr double kAlone = 4'000;  // ns
-// Tokens per item are a multiple of the register tiles of all kernels, and of the 24 that quantised products take at a
-// time.
-constexpr int64_t kTokenUnit = 48;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t panels_of(const PlaitMatrix &matrix) { return divide_up(matrix.rows, kPanelRows); }
-
-// A product's stage: `units` (panels, or groups of outputs) times tokens, in items of some of either.
-struct Cut {
-  int64_t units, tokens;            // per item
-  int64_t unit_items, token_items;  // their numbers; an item's tokens change slowest
-  int64_t items() const { return unit_items * token_items; }
-};
-
-Cut cut_product(const PlaitPlan &plan, int64_t units, double unit_bytes, double unit_macs, int64_t tokens,
-                int64_t row_bytes, int threads) {
-  // The tokens' inputs stay in half of the L2 cache while the weights stream by.
-  int64_t block = tokens;
-  const int64_t fitting = std::max(kTokenUnit, plan.l2_bytes / 2 / row_bytes / kTokenUnit * kTokenUnit);
-  int64_t blocks = divide_up(tokens, fitting);
-  while (units * blocks < 4 * threads && divide_up(tokens, blocks) > kTokenUnit) blocks *= 2;
-  if (blocks > 1) {
-    block = divide_up(divide_up(tokens, blocks), kTokenUnit) * kTokenUnit;
-    blocks = divide_up(tokens, block);
-  }
-  const double unit_ns = std::max(unit_bytes / kReadRate, unit_macs * double(block) / kMacRate);
-  const double all = unit_ns * double(units * blocks);
-  const double item = std::min(std::max(all / (8 * threads), kLeastItem), kMostItem);
-  int64_t per_item = threads == 1 ? units : std::max<int64_t>(1, std::llround(item / unit_ns));
-  // Kernels take several panels at a time for few tokens.
-  for (const int64_t run : {8, 4})
-    if (per_item > run || (run == 4 && per_item == 3 && tokens <= kFewTokens)) {
-      per_item = divide_up(per_item, run) * run;
-      break;
-    }
-  per_item = std::min(units, per_item);
-  return {per_item, block, divide_up(units, per_item), blocks};
-}
-
-// `panels` panels of a matrix as one of its own.
-PlaitMatrix part(const PlaitMatrix &matrix, int64_t panel, int64_t panels) {
-  PlaitMatrix cut = matrix;
-  cut.data = static_cast<const uint8_t *>(matrix.data) + panel * matrix.panel_bytes;
-  cut.rows = std::min(matrix.rows - panel * kPanelRows, panels * kPanelRows);
-  return cut;
-}
 
 // Whether `a` is the better one: any at all, a NaN before numbers, then the higher value, then the lower id.
 bool goes_before(const Best &a, const Best &b) {
@@ -79,12 +30,18 @@ bool goes_before(const Best &a, const Best &b) {
 
 class Run {
  public:
-  Run(PlaitPlan &plan, const PlaitStep &step) : plan_(plan), step_(step), kernels_(*plan.kernels) {}
+  Run(PlaitPlan &plan, const PlaitStep &step) : plan_(plan), step_(step), kernels_(*plan.kernels) {
+    decoding_ = step.num_tokens == step.num_sequences;
+    for (int32_t q = 0; q < step.num_sequences && decoding_; q++) decoding_ = step.query_start[q] == q;
+  }
 
   int check();
   void begin();
   void copy_blocks();
   void stage(const Stage &stage);
+  // Whether attention does what the stage does.
+  bool left_out(const Stage &stage) const { return stage.kind == Stage::kRows && stage.head_rows >= 0 && decoding_; }
+  bool failed() const { return failed_; }  // after fail()
 
  private:
   int64_t count(int32_t rows) const { return rows == PLAIT_ROWS_LOGITS ? step_.num_rows : step_.num_tokens; }
@@ -99,10 +56,12 @@ class Run {
   }
   Cut cut(const PlaitOp &op, int64_t tokens) const;
   void fetch_next(const Stage &stage) const;
+  void fetch_weights(const Stage &next) const;
+  void fetch_keys(const Stage &next) const;
   void linear(const PlaitOp &op, int64_t tokens);
   void gated(const PlaitOp &op, int64_t tokens);
-  void gated_tile(const PlaitOp &op, int64_t group0, int64_t group1, int64_t token0, int64_t token1);
-  void attend(const PlaitOp &op, int32_t attention);
+  void experts(const Stage &stage, int64_t tokens);
+  void attend(const Stage &stage);
   void select(const PlaitOp &op);
   void logits(const PlaitOp &op);
   void logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t row0, int64_t row1);
@@ -112,6 +71,8 @@ class Run {
   const Kernels &kernels_;
   const int32_t *const positions_ = step_.positions != nullptr ? step_.positions : plan_.positions.data();
   const int threads_ = thread_count();
+  bool failed_ = false;
+  bool decoding_;  // every sequence has one token
 };
 
 // What a step must hold to, so that nothing outside of the plan's memory is touched.
@@ -198,12 +159,13 @@ void Run::stage(const Stage &stage) {
   const PlaitOp &op = plan_.ops[stage.first];
   const int64_t n = count(stage.rows);
   if (n == 0) return;
-  if (stage.kind == Stage::kLinear || stage.kind == Stage::kGated) fetch_next(stage);
+  if (stage.kind == Stage::kLinear || stage.kind == Stage::kGated || stage.kind == Stage::kAttend) fetch_next(stage);
   switch (stage.kind) {
     case Stage::kRows: return rows(stage);
     case Stage::kLinear: return linear(op, n);
     case Stage::kGated: return gated(op, n);
-    case Stage::kAttend: return attend(op, stage.attention);
+    case Stage::kExperts: return experts(stage, n);
+    case Stage::kAttend: return attend(stage);
     case Stage::kSelect: return select(op);
     case Stage::kLogits: return logits(op);
     case Stage::kHost: return;
@@ -262,7 +224,7 @@ void Run::write_kv(const PlaitOp &op, int64_t row0, int64_t row1) {
     const int64_t at = step_.context_len[sequence] - step_.query_start[sequence + 1] + t;
     const int64_t line = cache.group * int64_t{step_.num_sequences} + sequence;
     const int32_t *table = step_.block_table + line * step_.table_width;
-    kernels_.write_kv(cache, table[at / cache.block_tokens], at % cache.block_tokens, plan_.row(op.in[0], t),
+    kernels_.write_kv(cache, 0, cache.num_kv_heads, table[at / cache.block_tokens], at % cache.block_tokens, plan_.row(op.in[0], t),
                       cache.value_width == 0 ? nullptr : plan_.row(op.in[1], t));
   }
 }
@@ -282,41 +244,78 @@ Cut Run::cut(const PlaitOp &op, int64_t tokens) const {
   }
   const int64_t units = groups ? divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs) : panels;
   const int64_t used = op.kind == PLAIT_OP_LOGITS ? divide_up(logit_columns(op), kPanelRows) : units;
-  return cut_product(plan_, used, bytes / double(units), macs / double(units), tokens,
+  return cut_product(plan_.l2_bytes, used, bytes / double(units), macs / double(units), tokens,
                      plan_.buffers[op.in[0]].row_bytes, threads_);
 }
 
-// Tells every thread where its part of the next product's weights begins, to fetch when it has nothing left to do in the
-// present one. For few tokens, where reading takes the time.
+// Tells every thread what it will read first in the next stage that reads much, to fetch when it has nothing left to do
+// in the present one. For few tokens, where reading takes the time.
 void Run::fetch_next(const Stage &stage) const {
   if (threads_ == 1) return;
   const Stage *next = &stage + 1, *const end = plan_.stages.data() + plan_.stages.size();
-  while (next < end && next->kind != Stage::kLinear && next->kind != Stage::kGated && next->kind != Stage::kLogits)
-    next++;
-  const int64_t n = next < end ? count(next->rows) : 0;
-  if (n == 0 || n > kFewTokens) return;
-  const PlaitOp &op = plan_.ops[next->first];
+  while (next < end && (next->kind == Stage::kRows || next->kind == Stage::kSelect)) next++;
+  if (next == end || count(next->rows) > kFewTokens) return;
+  if (next->kind == Stage::kAttend) return fetch_keys(*next);
+  if (next->kind == Stage::kLinear || next->kind == Stage::kGated || next->kind == Stage::kLogits) fetch_weights(*next);
+}
+
+void Run::fetch_weights(const Stage &next) const {
+  const int64_t n = count(next.rows);
+  if (n == 0) return;
+  const PlaitOp &op = plan_.ops[next.first];
   const Cut cut = this->cut(op, n);
   const int64_t sharers = std::min<int64_t>(threads_, cut.items());
   for (int64_t thread = 0; thread < sharers; thread++) {
-    const uint8_t *at[2] = {nullptr, nullptr};
+    const uint8_t *at[4];
+    int found = 0;
+    const auto add = [&](const PlaitMatrix &matrix, int64_t panel) {
+      at[found++] = static_cast<const uint8_t *>(matrix.data) + panel * matrix.panel_bytes;
+      at[found] = at[found - 1] + kFetchBytes;
+      found++;
+    };
     int64_t unit = cut.items() * thread / sharers % cut.unit_items * cut.units;
-    if (next->kind == Stage::kGated) {
-      for (int k = 0; k < (op.kind == PLAIT_OP_GATED ? 2 : 1); k++) {
-        const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
-        at[k] = static_cast<const uint8_t *>(matrix.data) + unit * (kGroupOutputs / kPanelRows) * matrix.panel_bytes;
-      }
+    if (next.kind == Stage::kGated) {
+      for (int k = 0; k < (op.kind == PLAIT_OP_GATED ? 2 : 1); k++)
+        add(plan_.matrices[op.w[2 * k]], unit * (kGroupOutputs / kPanelRows));
     } else {
       for (int32_t k = 0; k < (op.kind == PLAIT_OP_LINEAR ? op.i[0] : 1); k++) {
         const PlaitMatrix &matrix = plan_.matrices[op.w[2 * k]];
         if (unit < panels_of(matrix)) {
-          at[0] = static_cast<const uint8_t *>(matrix.data) + unit * matrix.panel_bytes;
+          add(matrix, unit);
           break;
         }
         unit -= panels_of(matrix);
       }
     }
-    set_fetch(static_cast<int>(thread), at[0], at[1]);
+    set_fetch(static_cast<int>(thread), at, found);
+  }
+}
+
+void Run::fetch_keys(const Stage &next) const {
+  const std::vector<AttendItem> &items = plan_.attentions[next.attention].work.items;
+  const PlaitCache &cache = plan_.caches[plan_.ops[next.first].i[0]];
+  const int64_t size = cache.kv_type == PLAIT_KV_F32 ? 4 : 2, all = items.size();
+  const int64_t key_bytes = cache.block_tokens * cache.key_width * size;
+  const int64_t value_bytes = cache.block_tokens * cache.value_width * size;
+  const int64_t sharers = std::min<int64_t>(threads_, all);
+  for (int64_t thread = 0; thread < sharers; thread++) {
+    const uint8_t *at[kFetches];
+    int found = 0;
+    const auto add = [&](const uint8_t *from, int64_t bytes) {
+      for (int64_t i = 0; i < bytes && found < kFetches; i += kFetchBytes) at[found++] = from + i;
+    };
+    for (int64_t i = all * thread / sharers; i < all * (thread + 1) / sharers && found < kFetches; i++) {
+      const AttendItem &item = items[i];
+      const int64_t line = cache.group * int64_t{step_.num_sequences} + item.sequence;
+      const int32_t *table = step_.block_table + line * step_.table_width;
+      const int64_t last = (item.key1 - 1) / cache.block_tokens;
+      for (int64_t b = last; b >= item.key0 / cache.block_tokens && found < kFetches; b--) {
+        const uint8_t *block = cache.base + table[b] * cache.block_stride;
+        add(block + item.kv_head * key_bytes, key_bytes);
+        add(block + cache.num_kv_heads * key_bytes + item.kv_head * value_bytes, value_bytes);
+      }
+    }
+    set_fetch(static_cast<int>(thread), at, found);
   }
 }
 
@@ -348,53 +347,42 @@ void Run::linear(const PlaitOp &op, int64_t tokens) {
 }
 
 void Run::gated(const PlaitOp &op, int64_t tokens) {
-  const int64_t groups = divide_up(plan_.matrices[op.w[0]].rows, kGroupOutputs);
+  const PlaitBuffer &in = plan_.buffers[op.in[0]], &out = plan_.buffers[op.out[0]];
+  GatedProduct product{};
+  product.two = op.kind == PLAIT_OP_GATED;
+  product.gate = plan_.matrices[op.w[0]];
+  product.gate_bias = plan_.vector(op.w[1]);
+  if (product.two) {
+    product.up = plan_.matrices[op.w[2]];
+    product.up_bias = plan_.vector(op.w[3]);
+  }
+  product.activation = op.i[0];
+  product.x = plan_.at(op.in[0]);
+  product.x_stride = in.row_bytes;
+  product.out = plan_.at(op.out[0]);
+  product.out_stride = out.row_bytes;
+  product.quantised = out.kind == PLAIT_KIND_Q8;
+  const int64_t groups = divide_up(product.gate.rows, kGroupOutputs);
   const Cut cut = this->cut(op, tokens);
   parallel(cut.items(), [&](int64_t item) {
     const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
     const int64_t from = item % cut.unit_items * cut.units, to = std::min(groups, from + cut.units);
-    const int64_t few = token1 - token0 <= kFewTokens ? kFewTokensGroups : kGatedGroups;
-    for (int64_t group = from; group < to; group += few)
-      for (int64_t t = token0; t < token1; t += kGatedTokens)
-        gated_tile(op, group, std::min(to, group + few), t, std::min(token1, t + kGatedTokens));
+    run_gated(kernels_, product, from, to, token0, token1, reinterpret_cast<float *>(scratch()));
   });
 }
 
-// Some groups of outputs of some tokens: both products into scratch, then act(gate) * up, then floats or blocks of the
-// records.
-void Run::gated_tile(const PlaitOp &op, int64_t group0, int64_t group1, int64_t token0, int64_t token1) {
-  const bool two = op.kind == PLAIT_OP_GATED;
-  const PlaitBuffer &in = plan_.buffers[op.in[0]], &out = plan_.buffers[op.out[0]];
-  const int64_t first = group0 * kGroupOutputs, stride = (group1 - group0) * kGroupOutputs;
-  float *products[2] = {reinterpret_cast<float *>(scratch()), reinterpret_cast<float *>(scratch()) + kGatedScratch};
-  int64_t width = 0;
-  for (int k = 0; k < (two ? 2 : 1); k++) {
-    const PlaitMatrix matrix = part(plan_.matrices[op.w[2 * k]], first / kPanelRows, stride / kPanelRows);
-    width = matrix.rows;
-    MatmulArgs args{};
-    args.matrix = &matrix;
-    args.x = plan_.at(op.in[0]) + token0 * in.row_bytes;
-    args.x_stride = in.row_bytes;
-    args.out = products[k];
-    args.out_stride = stride;
-    const float *bias = plan_.vector(op.w[2 * k + 1]);
-    args.bias = bias == nullptr ? nullptr : bias + first;
-    kernels_.matmul[matrix.layout](args, 0, panels_of(matrix), 0, token1 - token0);
-  }
-  for (int64_t t = token0; t < token1; t++) {
-    float *gate = products[0] + (t - token0) * stride, *up = products[1] + (t - token0) * stride;
-    float *to = out.kind == PLAIT_KIND_Q8 ? gate : plan_.row(op.out[0], t) + first;
-    if (two)
-      kernels_.gate(op.i[0], gate, up, width, to);
-    else
-      kernels_.activate(op.i[0], gate, width, to);
-    if (out.kind == PLAIT_KIND_Q8)
-      kernels_.quantise(to, out.width, group0, group1, plan_.at(op.out[0]) + t * out.row_bytes);
-  }
+void Run::experts(const Stage &stage, int64_t tokens) {
+  Experts experts(plan_, plan_.ops[stage.first], tokens, threads_);
+  failed_ = experts.sort() != 0;
+  if (failed_) return;
+  experts.gated();
+  fetch_next(stage);
+  experts.down();
 }
 
-void Run::attend(const PlaitOp &op, int32_t attention) {
-  AttendWork &work = plan_.attentions[attention].work;
+void Run::attend(const Stage &stage) {
+  const PlaitOp &op = plan_.ops[stage.first];
+  AttendWork &work = plan_.attentions[stage.attention].work;
   AttendLayer layer{};
   layer.cache = plan_.caches[op.i[0]];
   layer.heads = op.i[1];
@@ -411,8 +399,13 @@ void Run::attend(const PlaitOp &op, int32_t attention) {
     layer.out = plan_.row(op.out[0], 0);
     layer.out_stride = plan_.stride(op.out[0]);
   }
+  const HeadRows *rows = stage.head_rows >= 0 && decoding_ ? &plan_.head_rows[stage.head_rows] : nullptr;
   parallel(static_cast<int64_t>(work.items.size()), [&](int64_t item) {
-    run_attend_item(kernels_, layer, step_, work, item, reinterpret_cast<float *>(scratch()));
+    float *mine = reinterpret_cast<float *>(scratch());
+    const float *q = nullptr;
+    if (rows != nullptr)
+      q = run_head_rows(plan_, step_, *rows, op, work.items[item], mine + attend_item_scratch(layer));
+    run_attend_item(kernels_, layer, step_, work, item, q, mine);
   });
 }
 
@@ -500,7 +493,9 @@ int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from) {
   for (; s < plan.stages.size(); s++) {
     const Stage &stage = plan.stages[s];
     if (stage.kind == Stage::kHost) return stage.first;
+    if (run.left_out(stage)) continue;
     run.stage(stage);
+    if (run.failed()) return -1;
     if (!plan.profiling) continue;
     const double after = seconds();
     plan.stage_seconds[s] += after - before;

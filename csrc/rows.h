@@ -6,8 +6,11 @@
 namespace plait {
 
 // Whether run_row_op knows this operation: EMBED, POSITIONS, RMS_NORM, LAYER_NORM, ROTATE, GATE, ACTIVATE, ADD, SCALE,
-// SOFT_CAP, CLIP, QUANTISE, COPY. (WRITE_KV and HIDDEN are row-local too, but need the step: the plan does them.)
+// SOFT_CAP, CLIP, QUANTISE, COPY, ROUTE. (WRITE_KV and HIDDEN are row-local too, but need the step: the plan does them.)
 bool is_row_op(int32_t kind);
+
+// Whether the numbers of a ROUTE go together; false after fail().
+bool route_holds(const PlaitOp &op);
 
 // One row of `op`. in, out: where the row of each operand lies (the buffer numbers in `op` are not looked at; a Q8
 // output is a record); out0 may be in0 or in1. width: numbers in a row of out0. w: the matrices of op.w, null for -1.

@@ -100,7 +100,8 @@ struct Worker {
 
 // What set_fetch() asked for.
 struct alignas(kLine) Fetch {
-  std::atomic<const uint8_t *> from[2] = {};
+  std::atomic<int> count{0};
+  std::atomic<const uint8_t *> from[kFetches] = {};
 };
 
 class Pool {
@@ -156,9 +157,10 @@ class Pool {
     wait(groups);
   }
 
-  void set_fetch(int thread, const uint8_t *first, const uint8_t *second) {
-    fetches_[thread].from[0].store(first, std::memory_order_relaxed);
-    fetches_[thread].from[1].store(second, std::memory_order_relaxed);
+  void set_fetch(int thread, const uint8_t *const *from, int count) {
+    Fetch &fetch = fetches_[thread];
+    for (int i = 0; i < count; i++) fetch.from[i].store(from[i], std::memory_order_relaxed);
+    fetch.count.store(count, std::memory_order_relaxed);
   }
 
   int threads() { return in_region ? threads_ : wanted(); }
@@ -202,10 +204,10 @@ class Pool {
   }
 
   static void fetch(Fetch *fetch) {
-    for (std::atomic<const uint8_t *> &wanted : fetch->from) {
-      const uint8_t *from = wanted.load(std::memory_order_relaxed);
-      if (from == nullptr) continue;
-      wanted.store(nullptr, std::memory_order_relaxed);
+    const int count = fetch->count.load(std::memory_order_relaxed);
+    fetch->count.store(0, std::memory_order_relaxed);
+    for (int k = 0; k < count; k++) {
+      const uint8_t *from = fetch->from[k].load(std::memory_order_relaxed);
       for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(from + i);
     }
   }
@@ -517,7 +519,7 @@ void parallel_for(int64_t items, void (*work)(void *context, int64_t item), void
   pool().stage(items, work, context);
 }
 
-void set_fetch(int thread, const uint8_t *first, const uint8_t *second) { pool().set_fetch(thread, first, second); }
+void set_fetch(int thread, const uint8_t *const *from, int count) { pool().set_fetch(thread, from, count); }
 
 int thread_number() { return my_number; }
 

@@ -38,10 +38,11 @@ class ParallelRegion {
   bool opened_;
 };
 
-// Memory that the thread of this number should fetch, once, when it finds no item left in a stage: kFetchBytes from
-// either address on (null: nothing). A hint, by the region's owner.
-void set_fetch(int thread, const uint8_t *first, const uint8_t *second);
-constexpr int64_t kFetchBytes = 4096;
+// Memory that the thread of this number should fetch, once, when it finds no item left in a stage: kFetchBytes from each
+// of `count` <= kFetches addresses on. Set before the stage, by its caller.
+constexpr int64_t kFetchBytes = 2048;
+constexpr int kFetches = 64;
+void set_fetch(int thread, const uint8_t *const *from, int count);
 
 // Number of the calling thread, for memory of its own: 0 for the caller of a stage, else 1 .. thread_limit() - 1.
 int thread_number();

@@ -744,18 +744,21 @@ PLAIT_INLINE void to_16_bits(bool half, const float *x, int n, uint16_t *out) {
   }
 }
 
-static void write_kv(const PlaitCache &cache, int64_t block, int64_t slot, const float *k, const float *v) {
-  const int64_t tokens = cache.block_tokens, heads = cache.num_kv_heads, dk = cache.key_width, dv = cache.value_width;
+static void write_kv(const PlaitCache &cache, int64_t head0, int64_t head1, int64_t block, int64_t slot, const float *k,
+                     const float *v) {
+  const int64_t tokens = cache.block_tokens, dk = cache.key_width, dv = cache.value_width, heads = head1 - head0;
   uint8_t *base = cache.base + block * cache.block_stride;
   if (cache.kv_type == PLAIT_KV_F32) {
-    float *keys = (float *)base, *values = keys + heads * dk * tokens;
+    float *keys = (float *)base + head0 * dk * tokens;
+    float *values = (float *)base + (cache.num_kv_heads * dk + head0 * dv) * tokens;
     for (int64_t d = 0; d < heads * dk; d++) keys[d * tokens + slot] = k[d];
     for (int64_t h = 0; h < heads && dv; h++) memcpy(values + (h * tokens + slot) * dv, v + h * dv, dv * sizeof(float));
     return;
   }
   // Another thread may write the other key of a pair at the same time: values are stored number by number.
   const bool half = cache.kv_type == PLAIT_KV_F16;
-  uint16_t *keys = (uint16_t *)base, *values = keys + heads * dk * tokens;
+  uint16_t *keys = (uint16_t *)base + head0 * dk * tokens;
+  uint16_t *values = (uint16_t *)base + (cache.num_kv_heads * dk + head0 * dv) * tokens;
   uint16_t out[64];
   for (int64_t d = 0; d < heads * dk; d += 64) {  // the width is even: pairs run through all heads
     const int n = heads * dk - d < 64 ? (int)(heads * dk - d) : 64;

@@ -35,6 +35,19 @@ struct AttendArgs {
   int64_t out_stride;
 };
 
+// One token's choice of experts: see PLAIT_OP_ROUTE.
+struct RouteArgs {
+  const float *logits;  // [experts], at most kMaxExperts
+  const float *bias;    // [experts] or null
+  int64_t experts, top_k;
+  int32_t scores;       // PLAIT_SCORES_...
+  bool renormalise;
+  float scale;
+  int64_t groups, top_groups;  // groups 0 = none
+  bool two_best, masked_zero;
+};
+constexpr int64_t kMaxExperts = 1024;  // kernels keep numbers per expert in fixed memory
+
 struct Kernels {
   const char *name;
   // CPU features, up to a null. A list: code of the set itself could not be run to find out.
@@ -60,9 +73,14 @@ struct Kernels {
   void (*clip)(const float *x, float limit, int64_t n, float *out);
   // The first largest of x[0 .. n): its index; *best its value, NaN where any number is NaN.
   int64_t (*arg_max)(const float *x, int64_t n, float *best);
+  void (*route)(const RouteArgs &args, int32_t *ids, float *weights);
+  // out = sum over j < rows of weights[j] * row[j][0 .. n), in this order.
+  void (*weighted_sum)(const float *const *row, const float *weights, int64_t rows, int64_t n, float *out);
 
-  // Keys and values of one token (k [kv heads, key_width], v [kv heads, value_width]) into row `slot` of `block`.
-  void (*write_kv)(const PlaitCache &cache, int64_t block, int64_t slot, const float *k, const float *v);
+  // Keys and values of one token (k [kv heads, key_width], v [kv heads, value_width]) into row `slot` of `block`, for
+  // heads [head0, head1) only, of which k and v are the rows.
+  void (*write_kv)(const PlaitCache &cache, int64_t head0, int64_t head1, int64_t block, int64_t slot, const float *k,
+                   const float *v);
   // Attention of tokens [t0, t1) for one kv head over keys [key0, key1), which begin at a multiple of the chunk.
   // partial null: these are all the keys, the result goes to `out`. Else per (token, query head of the group), from
   // partial on: highest score, sum of exponentials, from kPartialHead on value_width unnormalised sums. scratch:

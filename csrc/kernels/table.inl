@@ -4,6 +4,7 @@
 #include "matmul_float.inl"
 #include "matmul_quant.inl"
 #include "rows.inl"
+#include "route.inl"
 #include "attention.inl"
 
 namespace plait {
@@ -17,6 +18,7 @@ const Kernels kKernels = {
      matmul_q5_k, matmul_q6_k},
     unpack_row,
     quantise, rms_norm, layer_norm, positions, rotate, activate, gate, add, scale, soft_cap, clip, arg_max,
+    route, weighted_sum,
     write_kv, attend, attend_merge,
 };
 

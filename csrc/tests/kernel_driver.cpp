@@ -274,6 +274,44 @@ void check_rows(const char *isa) {
   }
 }
 
+// The choice of experts against sorting, with logits that tie often.
+void check_route(const char *isa) {
+  const int groups = int(between(0, 4)), size = int(between(1, 20)), experts = std::max(groups, 1) * size;
+  const int eligible = groups > 0 ? int(between(1, groups)) : 1, chosen = int(between(1, std::min(8, eligible * size)));
+  const std::string what = std::string(isa) + " " + std::to_string(chosen) + " of " + std::to_string(experts) +
+                           " experts, " + std::to_string(eligible) + " of " + std::to_string(groups) + " groups";
+  const int64_t rows = 3;
+  Array<float> logits(rows * experts), weights(rows * chosen);
+  Array<int32_t> ids(rows * chosen);
+  for (int64_t i = 0; i < logits.size(); i++) logits[i] = float(between(-8, 8)) / 4;
+  PlaitOp op = {};
+  op.kind = PLAIT_OP_ROUTE;
+  op.i[0] = experts, op.i[1] = chosen, op.i[2] = PLAIT_SCORES_SIGMOID, op.i[4] = groups, op.i[5] = eligible;
+  op.f[0] = 2;
+  const float *in[3] = {logits.data(), nullptr, nullptr};
+  float *to[3] = {reinterpret_cast<float *>(ids.data()), weights.data(), nullptr};
+  expect(plait_row_op(isa, &op, in, to, nullptr, nullptr, rows) == 0, what);
+  const auto order = [](const std::vector<double> &scores) {  // indices, best first
+    std::vector<int> all(scores.size());
+    for (size_t i = 0; i < all.size(); i++) all[i] = int(i);
+    std::stable_sort(all.begin(), all.end(), [&](int a, int b) { return scores[a] > scores[b]; });
+    return all;
+  };
+  for (int64_t r = 0; r < rows; r++) {
+    std::vector<double> scores(logits.data() + r * experts, logits.data() + (r + 1) * experts), best(std::max(groups, 1));
+    for (int g = 0; g < groups; g++)
+      best[g] = *std::max_element(scores.begin() + g * size, scores.begin() + (g + 1) * size);
+    const std::vector<int> ranked = order(best);
+    for (int i = eligible; i < groups; i++)
+      std::fill(scores.begin() + ranked[i] * size, scores.begin() + (ranked[i] + 1) * size, -INFINITY);
+    const std::vector<int> expected = order(scores);
+    for (int j = 0; j < chosen; j++) {
+      expect(ids[r * chosen + j] == expected[j], what + ": another expert");
+      near(weights[r * chosen + j], 2 / (1 + exp(-scores[expected[j]])), 1e-5, what);
+    }
+  }
+}
+
 void check_attention(const char *isa) {
   const int kv_heads = int(between(1, 3)), group = int(between(1, 4)), heads = kv_heads * group;
   const int key_width = int(2 * between(1, 40)), value_width = int(2 * between(1, 40)), type = int(between(0, 2));
@@ -325,8 +363,9 @@ void check_attention(const char *isa) {
 
 // --- plans --------------------------------------------------------------------------------------------------------
 
-// A layer with random weights: norm, q, k, v, rotation, attention, gated products, logits.
+// A layer with random weights: norm, q, k, v, rotation, attention, gated products, experts, logits.
 struct Toy {
+  static constexpr int kExperts = 6, kChosen = 3, kInner = 32;
   static constexpr int kDim = 64, kHeads = 4, kKvHeads = 2, kWidth = 32, kHidden = 160, kVocab = 107, kBlock = 8;
   static constexpr int kTokens = 64, kBlocks = 33;
 
@@ -336,7 +375,8 @@ struct Toy {
     fill(norm);
     const int shapes[][3] = {  // format, rows, columns
         {7, kVocab, kDim}, {3, kHeads * kWidth, kDim}, {3, kKvHeads * kWidth, kDim}, {3, kKvHeads * kWidth, kDim},
-        {7, kDim, kHeads * kWidth}, {4, kHidden, kDim}, {4, kHidden, kDim}, {5, kDim, kHidden}, {0, kVocab, kDim}};
+        {7, kDim, kHeads * kWidth}, {4, kHidden, kDim}, {4, kHidden, kDim}, {5, kDim, kHidden}, {0, kVocab, kDim},
+        {0, kExperts, kDim}, {4, 2 * kExperts * kInner, kDim}, {3, kExperts * kDim, kInner}};
     for (const auto &shape : shapes) {
       weights.push_back(new Matrix(kFormats[shape[0]], shape[1], shape[2]));
       matrices.push_back(weights.back()->packed);
@@ -346,10 +386,12 @@ struct Toy {
     const int x = buffer(kDim, f), angles = buffer(kWidth, f), n1 = buffer(kDim, f), a1 = buffer(kDim, q8);
     const int q = buffer(kHeads * kWidth, f), k = buffer(kKvHeads * kWidth, f), v = buffer(kKvHeads * kWidth, f);
     const int attended = buffer(kHeads * kWidth, q8), g = buffer(kHidden, q8);
-    const int rows = buffer(kDim, f, PLAIT_ROWS_LOGITS);
+    const int rows = buffer(kDim, f, PLAIT_ROWS_LOGITS), y = buffer(kDim, f);
+    const int choice = buffer(kExperts, f), ids = buffer(kChosen, PLAIT_KIND_I32), shares = buffer(kChosen, f);
+    const int inner = slots(kInner, q8), results = slots(kDim, f);
     op(PLAIT_OP_EMBED, {}, {x}, {0}, {}, {1.0f});
     op(PLAIT_OP_POSITIONS, {}, {angles}, {}, {0, kWidth / 2}, {1.0f});
-    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {9}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {12}, {1, kDim}, {1e-5f});
     op(PLAIT_OP_QUANTISE, {n1}, {a1}, {}, {}, {});
     op(PLAIT_OP_LINEAR, {a1}, {q, k, v}, {1, -1, 2, -1, 3, -1}, {3}, {});
     op(PLAIT_OP_ROTATE, {q, angles}, {q}, {}, {kHeads, kWidth, kWidth, 0}, {});
@@ -357,10 +399,16 @@ struct Toy {
     op(PLAIT_OP_WRITE_KV, {k, v}, {}, {}, {0}, {});
     op(PLAIT_OP_ATTEND, {q}, {attended}, {}, {0, kHeads, 20}, {0.2f, 0.0f});
     op(PLAIT_OP_LINEAR, {attended, x}, {x}, {4}, {1}, {});
-    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {9}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {12}, {1, kDim}, {1e-5f});
     op(PLAIT_OP_QUANTISE, {n1}, {a1}, {}, {}, {});
     op(PLAIT_OP_GATED, {a1}, {g}, {5, -1, 6, -1}, {PLAIT_ACT_SILU}, {});
     op(PLAIT_OP_LINEAR, {g, x}, {x}, {7}, {1}, {});
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {12}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_QUANTISE, {n1}, {a1}, {}, {}, {});
+    op(PLAIT_OP_LINEAR, {n1}, {choice}, {9, -1}, {1}, {});
+    op(PLAIT_OP_ROUTE, {choice}, {ids, shares}, {-1}, {kExperts, kChosen, PLAIT_SCORES_SOFTMAX, 1}, {1.0f});
+    op(PLAIT_OP_EXPERTS, {a1, ids, shares}, {y, inner, results}, {10, -1, 11, -1}, {PLAIT_ACT_SILU, kExperts, 1}, {});
+    op(PLAIT_OP_ADD, {x, y}, {x}, {}, {}, {});
     op(PLAIT_OP_HIDDEN, {x}, {}, {}, {}, {});
     op(PLAIT_OP_SELECT_ROWS, {x}, {rows}, {}, {}, {});
     op(PLAIT_OP_LOGITS, {rows}, {}, {8}, {}, {4.0f});
@@ -400,6 +448,15 @@ struct Toy {
     buffers.push_back({arena_bytes, row_bytes, rows, kind, width, 0});
     arena_bytes += (kTokens * row_bytes + 63) / 64 * 64;
     return int(buffers.size()) - 1;
+  }
+  // A slot for every expert of a token.
+  int slots(int width, int kind) {
+    const int number = buffer(width, kind);
+    PlaitBuffer &made = buffers[number];
+    made.width *= kChosen;
+    made.row_bytes *= kChosen;
+    arena_bytes += (kChosen - 1) * (made.row_bytes / kChosen) * kTokens;
+    return number;
   }
   void op(int kind, std::vector<int> in, std::vector<int> out, std::vector<int> w, std::vector<int> i,
           std::vector<float> f) {
@@ -507,6 +564,7 @@ int main(int argc, char **argv) {
     for (int round = 0; round < rounds && part != "plans"; round++) {
       for (const Format &format : kFormats) check_matmul(isa, format);
       check_rows(isa);
+      check_route(isa);
       check_attention(isa);
     }
     if (part != "kernels") check_plans(isa, rounds);

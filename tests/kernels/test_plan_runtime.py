@@ -27,9 +27,19 @@ EPS, SCALE, CAP = 1e-5, 0.2, 5.0
 
 
 class Toy:
-    """One layer of a decoder and its head as a plan; `quantised` weights or float ones; `host`: one host operation."""
+    """One layer of a decoder and its head as a plan; `quantised` weights or float ones; `host`: one host operation.
 
-    def __init__(self, quantised: bool, host: bool = False, sampled: int = SAMPLED, cap: float = CAP) -> None:
+    apart: what keeps the rotations from being done by attention, "read again" or "written over"; None: nothing.
+    """
+
+    def __init__(
+        self,
+        quantised: bool,
+        host: bool = False,
+        sampled: int = SAMPLED,
+        cap: float = CAP,
+        apart: str | None = None,
+    ) -> None:
         rng = np.random.default_rng(5)
         b = self.builder = Builder(MAX_TOKENS, MAX_ROWS, V, sampled)
         self.quantised, self.cap = quantised, cap
@@ -70,6 +80,11 @@ class Toy:
         b.op("rotate", [self.k, self.angles], self.kr, (), (KV_HEADS, WIDTH, WIDTH, 0))
         b.op("write_kv", [self.kr, self.v])
         b.op("attend", self.qr, self.attended, (), (0, HEADS, 0), (SCALE, 0.0))
+        self.apart = apart is not None  # whether the rotations have to be a stage of their own
+        if apart == "read again":
+            b.op("copy", self.kr, b.buffer(KV_HEADS * WIDTH))
+        elif apart == "written over":
+            b.buffers[self.v].offset = b.buffers[self.attended].offset
         b.op("linear", [self.attended, self.x], self.x2, [o, -1], (1,))
         self.host_op = len(b.ops)
         if host:
@@ -106,9 +121,11 @@ class Toy:
             near_record(get(self.a1), get(self.n1))
         for out, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")):
             near(get(out), get(self.a1) @ w[name].T)
-        for out, source in ((self.qr, self.q), (self.kr, self.k)):
-            near(get(out), rotate(get(source), get(self.angles)))
-        expected = self.attend(step, owners, get(self.qr), get(self.kr), get(self.v))
+        turned = [rotate(get(source), get(self.angles)) for source in (self.q, self.k)]
+        if n != len(owners) or self.apart:  # else attention turns them itself, head by head, and writes them nowhere
+            for out, expected in zip((self.qr, self.kr), turned, strict=True):
+                near(get(out), expected)
+        expected = self.attend(step, owners, *turned, get(self.v))
         (near_record if self.quantised else near)(get(self.attended), expected)
         near(get(self.x2), get(self.attended) @ w["o"].T + get(self.x))
         near(get(self.n2), norm(get(self.x2), self.norm_w))
@@ -201,6 +218,15 @@ def threads():
 def test_every_value_of_mixed_steps(monkeypatch, isa, quantised):
     monkeypatch.setenv("PLAIT_ISA", isa)
     run_steps(Toy(quantised))
+
+
+@pytest.mark.parametrize("apart", ["read again", "written over"])
+def test_rotations_that_attention_cannot_do_itself(threads, apart):
+    """Others read the turned keys, or attention writes where the values lie that it would still have to store."""
+    threads(2)
+    expected = outputs(run_steps(Toy(False), check=False))
+    toy = Toy(False, apart=apart)
+    assert outputs(run_steps(toy, check=apart == "read again")) == expected
 
 
 def outputs(steps: list[Steps]) -> list[bytes]:

@@ -191,6 +191,18 @@ def test_activations(isa, kind):
 
 @needs_library
 @every_isa
+@widths
+def test_one_number_gates_a_row(isa, width):
+    x, y = normal(5, 1), normal(5, width, seed=1)
+    op = {"i": {0: abi.ACTIVATIONS["sigmoid"], 1: 1, 6: width}}
+    out = run(isa, "gate", [x, y], out=np.full_like(y, np.nan), **op)
+    assert_close(out, torch.sigmoid(double(x)) * double(y), 5e-7)
+    in_place = y.copy()
+    assert np.array_equal(run(isa, "gate", [x, in_place], out=in_place, **op), out)
+
+
+@needs_library
+@every_isa
 @pytest.mark.parametrize("limit", [30.0, 50.0])
 def test_soft_cap(isa, limit):
     special = np.array(SPECIAL + [-number for number in SPECIAL], np.float32)

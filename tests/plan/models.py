@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from plait.memory.layout import CacheLayout, make_layout
+from plait.model.config import ModelConfig, keeps_float32
 from plait.model.decoder import Decoder, from_config
 from plait.ops.recording import Recording, Value, WeightRef
 from plait.ops.spec import LayerCache
 from plait.ops.symbolic import Recorder
+from plait.weights.store import stack_parts
 from tests.configs import CONFIGS
 from tests.parity.cases import CASES
 
@@ -27,6 +29,20 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
+def without_kernel(config: ModelConfig) -> set[str]:
+    """The operations of a model that have no native form: the load report names them."""
+    found = set()
+    if config.position_rows:
+        found.add("embed")  # of positions
+    if config.head_bias:
+        found.add("store_logits")
+    if any(layer.attention.head_norm_over == "own_head" for layer in config.layers):
+        found.add("layer_norm")
+    if any(table.rope_type == "longrope" for table in config.rotary):
+        found.add("positions_by_reach")
+    return found
+
+
 @dataclass(frozen=True)
 class PlainWeight:
     """A weight that says it is packed; for lowering and the numpy model, which need no library."""
@@ -34,6 +50,7 @@ class PlainWeight:
     name: str
     numbers: np.ndarray
     layout: str
+    parts: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,11 +62,23 @@ class PlainWeight:
 
 def plain_store(decoder: Decoder, layout: str | Callable[[str], str] = "F32") -> dict[str, PlainWeight]:
     """layout: of the matrices, or a function of their names."""
-    store = {}
-    for name, parameter in decoder.named_parameters():
+    parameters = dict(decoder.named_parameters())
+    forms = layouts_of(parameters, layout)
+    parts = stack_parts({name: tuple(p.shape) for name, p in parameters.items()})
+    return {
+        name: PlainWeight(name, parameter.detach().numpy(), forms[name], parts.get(name, 1))
+        for name, parameter in parameters.items()
+    }
+
+
+def layouts_of(tensors: Mapping[str, torch.Tensor], layout: str | Callable[[str], str]) -> dict[str, str]:
+    """The layout of every tensor: vectors, routers in float32, and for the others what is asked for."""
+    forms = {}
+    for name, tensor in tensors.items():
         form = layout if isinstance(layout, str) else layout(name)
-        store[name] = PlainWeight(name, parameter.detach().numpy(), form if parameter.ndim == 2 else "VECTOR")
-    return store
+        vector = tensor.ndim == 1 or name.endswith("bias")
+        forms[name] = "VECTOR" if vector else "F32" if keeps_float32(name) else form
+    return forms
 
 
 def quantised_store(decoder: Decoder, form: str | Callable[[str], str]):
@@ -68,20 +97,22 @@ def packed(tensors: dict[str, torch.Tensor], form: str | Callable[[str], str] = 
     """A packed store of tensors. form: the layout of the matrices, or a function of their names."""
     from gguf import GGMLQuantizationType, quantize
 
-    from plait.weights.pack import pack_rows
+    from plait.weights.fill import Source, fill
     from plait.weights.store import PackedWeight, WeightStore, aligned_bytes, packed_bytes
 
     weights = {}
+    layouts = layouts_of(tensors, form)
+    parts = stack_parts({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        layout = "VECTOR" if tensor.ndim == 1 else form if isinstance(form, str) else form(name)
+        layout, count = layouts[name], parts.get(name, 1)
         shape, numbers = tuple(tensor.shape), tensor.numpy()
-        data = aligned_bytes(packed_bytes(layout, shape))
-        weights[name] = PackedWeight(name, shape, layout, data)
+        data = aligned_bytes(packed_bytes(layout, shape, count))
+        weights[name] = PackedWeight(name, shape, layout, data, count)
         if layout == "VECTOR":
             weights[name].vector()[:] = numbers
         else:
-            raw = np.ascontiguousarray(quantize(numbers, GGMLQuantizationType[layout]))
-            pack_rows(name, layout, layout, raw.ctypes.data, raw.strides[0], None, shape, data, 1)
+            raw = np.ascontiguousarray(quantize(numbers.reshape(-1, shape[-1]), GGMLQuantizationType[layout]))
+            fill(weights[name], Source(layout, raw.ctypes.data, raw.strides[0]), None, 1)
     return WeightStore(weights)
 
 

@@ -14,13 +14,22 @@ from math import erf
 
 import numpy as np
 
-from plait.kernels.abi import ACTIVATIONS, FLOAT_LAYOUTS, KIND_Q8, ROWS_TOKENS
+from plait.kernels.abi import (
+    ACTIVATIONS,
+    FLOAT_LAYOUTS,
+    KIND_I32,
+    KIND_Q8,
+    ROUTE_MASKED_ZERO,
+    ROUTE_TWO_BEST,
+    ROUTER_SCORES,
+    ROWS_TOKENS,
+)
 from plait.memory.layout import CacheLayout
 from plait.ops.step import StepInputs
-from plait.plan.lower import Lowered, PlanOp
+from plait.plan.lowered import Lowered, PlanOp, quantised_row_bytes
 
 # Stages of their own; operations of the other kinds that follow one another share a stage.
-_STAGES = ("linear", "gated", "activated", "attend", "logits", "select_rows", "host")
+_STAGES = ("linear", "gated", "activated", "experts", "attend", "logits", "select_rows", "host")
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 _FUNCTIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -109,36 +118,49 @@ class PlanModel:
         """float64 [rows, width], a copy; of quantised records what they were made from."""
         raw = self.raw(number)[rows].copy()
         b = self.plan.buffers[number]
+        if b.kind == KIND_I32:
+            return raw.view(np.int32)
         if b.kind != KIND_Q8:
             return raw.view(np.float32).astype(np.float64)
         record, exact = self.exact[number]
         assert (record[rows] == raw).all(), "a record was overwritten before it was read"
         if not self.rounds:
             return exact[rows]
-        q = raw[:, : b.width].view(np.int8).reshape(len(rows), -1, 32).astype(np.float64)
-        scale = raw[:, b.width : b.width + b.width // 8].copy().view(np.float32)
-        return (q * scale[:, :, None]).reshape(len(rows), -1)
+        return self.restored(raw, b.width)
 
     def write(self, number: int, rows: np.ndarray, x: np.ndarray) -> None:
         b = self.plan.buffers[number]
-        x = np.ascontiguousarray(x, np.float32).reshape(len(rows), -1)
+        x = np.ascontiguousarray(x, np.int32 if b.kind == KIND_I32 else np.float32).reshape(len(rows), -1)
         assert x.shape[1] == b.width
         if b.kind != KIND_Q8:
             self.raw(number)[rows] = x.view(np.uint8)
             return
-        blocks = x.reshape(len(rows), -1, 32)
-        largest = np.abs(blocks).max(-1, keepdims=True)
-        q = np.rint(blocks * np.divide(127, largest, out=np.zeros_like(largest), where=largest > 0)).astype(np.int8)
-        scale = largest / 127
-        sums = scale * q.reshape(len(rows), -1, 2, 16).sum(-1)
-        record = np.zeros((len(rows), b.row_bytes), np.uint8)
-        parts = (q, scale.astype(np.float32), sums.astype(np.float32))
-        packed = np.concatenate([np.ascontiguousarray(p).reshape(len(rows), -1).view(np.uint8) for p in parts], 1)
-        record[:, : packed.shape[1]] = packed
+        record = self.record(x)
         self.raw(number)[rows] = record
         most = len(self.raw(number))
         kept = self.exact.setdefault(number, (np.zeros((most, b.row_bytes), np.uint8), np.zeros((most, b.width))))
         kept[0][rows], kept[1][rows] = record, x
+
+    @staticmethod
+    def record(x: np.ndarray) -> np.ndarray:
+        """Rows of float32 as quantised records, uint8 [rows, bytes]."""
+        blocks = x.reshape(len(x), -1, 32)
+        largest = np.abs(blocks).max(-1, keepdims=True)
+        q = np.rint(blocks * np.divide(127, largest, out=np.zeros_like(largest), where=largest > 0)).astype(np.int8)
+        scale = largest / 127
+        sums = scale * q.reshape(len(x), -1, 2, 16).sum(-1)
+        record = np.zeros((len(x), quantised_row_bytes(x.shape[1])), np.uint8)
+        parts = (q, scale.astype(np.float32), sums.astype(np.float32))
+        packed = np.concatenate([np.ascontiguousarray(p).reshape(len(x), -1).view(np.uint8) for p in parts], 1)
+        record[:, : packed.shape[1]] = packed
+        return record
+
+    @staticmethod
+    def restored(raw: np.ndarray, width: int) -> np.ndarray:
+        """What records stand for, float64 [rows, width]."""
+        q = raw[:, :width].view(np.int8).reshape(len(raw), -1, 32).astype(np.float64)
+        scale = raw[:, width : width + width // 8].copy().view(np.float32)
+        return (q * scale[:, :, None]).reshape(len(raw), -1)
 
     def weight(self, number: int) -> np.ndarray | float:
         return 0.0 if number < 0 else self.matrices[number]
@@ -169,6 +191,29 @@ class PlanModel:
 
     def _activated(self, op: PlanOp) -> None:
         self.write(op.outputs[0], self._all(op.outputs[0]), _FUNCTIONS[_NAMES[op.i[0]]](self._product(op, *op.w)))
+
+    def _experts(self, op: PlanOp) -> None:
+        activation, count, gated = op.i
+        rows = self._all(op.inputs[0])
+        x, ids, weights = (self.read(number, rows) for number in op.inputs)
+        up, down = self.matrices[op.w[0]], self.matrices[op.w[2]]
+        assert (self.plan.buffers[op.inputs[0]].kind == KIND_Q8) == self.quantised[op.w[0]]
+        rounded = self.plan.buffers[op.outputs[1]].kind == KIND_Q8
+        assert rounded == self.quantised[op.w[2]] and len(up) == len(down) == count
+        # The memory for its work is not anybody else's meanwhile.
+        for number in op.outputs[1:]:
+            b = self.plan.buffers[number]
+            self.arena[b.offset : b.offset + b.row_bytes * len(rows)] = 0xFF
+        out = np.zeros((len(rows), down.shape[1]))
+        function = _FUNCTIONS[_NAMES[activation]]
+        for r in range(len(rows)):
+            for e, weight in zip(ids[r], weights[r], strict=True):
+                h = up[e] @ x[r] + (self.weight(op.w[1])[e] if op.w[1] >= 0 else 0.0)
+                h = function(h[: len(h) // 2]) * h[len(h) // 2 :] if gated else function(h)
+                if rounded and self.rounds:
+                    h = self.restored(self.record(h[None].astype(np.float32)), len(h))[0]
+                out[r] += weight * (down[e] @ h + (self.weight(op.w[3])[e] if op.w[3] >= 0 else 0.0))
+        self.write(op.outputs[0], rows, out)
 
     def _attend(self, op: PlanOp) -> None:
         number, heads, window = op.i
@@ -217,8 +262,29 @@ class PlanModel:
             where = (self.s.block_table[g, owner, at // tokens], at % tokens)
             self.keys[number][where] = x[0].reshape(len(rows), *self.keys[number].shape[2:])
             self.values[number][where] = x[1].reshape(len(rows), *self.values[number].shape[2:])
+        elif op.kind == "route":
+            chosen = [self._choice(op, logits) for logits in x[0]]
+            for k, number in enumerate(op.outputs):
+                self.write(number, rows, np.array([results[k] for results in chosen]))
         else:
             self.write(op.outputs[0], rows, self._result(op, rows, x))
+
+    def _choice(self, op: PlanOp, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One row's experts and their weights."""
+        experts, top_k, kind, renormalised, groups, top_groups, flags = op.i
+        softmax = lambda y: np.exp(y - y.max()) / np.exp(y - y.max()).sum()  # noqa: E731
+        best = lambda y, count: np.argsort(-y, kind="stable")[:count]  # noqa: E731
+        scores = (softmax(logits), 1 / (1 + np.exp(-logits)), logits.copy())[kind]
+        selection = scores + self.weight(op.w[0])
+        if groups:
+            parts = np.sort(selection.reshape(groups, -1))[:, (-2 if flags & ROUTE_TWO_BEST else -1) :].sum(1)
+            out = ~np.isin(np.arange(experts) // (experts // groups), best(parts, top_groups))
+            selection[out] = 0.0 if flags & ROUTE_MASKED_ZERO else -np.inf
+            if flags & ROUTE_MASKED_ZERO:
+                scores[out] = 0.0
+        ids = best(selection, top_k)
+        weights = softmax(scores[ids]) if kind == ROUTER_SCORES["topk_softmax"] else scores[ids]
+        return ids, (weights / (weights.sum() + 1e-20) if renormalised else weights) * op.f[0]
 
     def _result(self, op: PlanOp, rows: np.ndarray, x: list[np.ndarray]) -> np.ndarray:
         match op.kind:

@@ -45,7 +45,9 @@ class Script:
         context = np.array([self.computed[s] for s, _ in parts], np.int32)
         table = np.ascontiguousarray(self.table[:, [s for s, _ in parts]])
         wanted = np.arange(start[-1], dtype=np.int32) if rows is None else np.array(rows, np.int32)
-        return np.array(ids, np.int32), StepInputs(sequences=Sequences(start, context, table), logit_rows=wanted)
+        reach = np.full(len(ids), self.tokens, np.int32)
+        step = StepInputs(sequences=Sequences(start, context, table), reach=reach, logit_rows=wanted)
+        return np.array(ids, np.int32), step
 
 
 # Prefills of 1, 7 and 300 tokens, a mixed step (two decodes, a continued prefill, a new prompt), a decode step.

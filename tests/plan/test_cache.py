@@ -361,7 +361,7 @@ def test_an_entry_with_facts_of_another_version_is_written_anew(
         changed: dict[str, object] = {
             "report": facts["report"] | {"renamed": 1},  # type: ignore[operator]
             "recording": "{}",
-            "layout": [[name, shape, "Q3_X"] for name, shape, _ in facts["weights"]],  # type: ignore[attr-defined]
+            "layout": [[name, shape, "Q3_X", 1] for name, shape, _, _ in facts["weights"]],  # type: ignore[attr-defined]
         }
         commit(self, key, facts | {"weights" if change == "layout" else change: changed[change]})
 

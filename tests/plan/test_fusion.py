@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from plait.memory.none import NoMemory
+from plait.model.config import FeedForwardSpec
+from plait.model.decoder import Decoder
 from plait.model.record import record
 from plait.ops.interpreter import Interpreter
 from plait.ops.recording import Recording, Value, WeightRef
@@ -205,6 +207,14 @@ def test_one_product_is_not_taken_by_two_rules() -> None:
     assert [op.name for op in after.ops] == ["linear", "linear_add", "add"]
 
 
+def linears_of(decoder: Decoder) -> int:
+    """Matrix products after the last attention's own that every token goes through; a head with a bias is one."""
+    spec, head = decoder.config.layers[-1].feed_forward, int(decoder.config.head_bias)
+    if isinstance(spec, FeedForwardSpec):
+        return head + (3 if spec.gated else 2)
+    return head + (3 if spec.shared is not None else 0) + spec.shared_gate
+
+
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt_neox"), sorted(CONFIGS)))
 def test_rows_are_selected_after_the_last_attention(family: str) -> None:
     """The same logits; fewer rows in a matrix product may round otherwise."""
@@ -221,7 +231,7 @@ def test_rows_are_selected_after_the_last_attention(family: str) -> None:
     last = max(i for i, op in enumerate(early.ops) if op.name == "attend")
     assert early.ops[last + 1].name == "select_rows" or early.ops[last + 2].name == "select_rows"
     after = [op for op in early.ops[last + 1 :] if op.name not in ("select_rows", "view")]
-    assert len([op for op in after if op.name == "linear"]) == (3 if family == "gpt_neox" else 4)
+    assert len([op for op in after if op.name == "linear"]) == 1 + linears_of(decoder)
     moved = [op for op in after if early.values[op.outputs[0]].shape[0] == "R"]
     # (The parallel branch of gpt_neox does not wait for the attention, and moves all the same.)
     assert moved == after

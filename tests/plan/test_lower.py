@@ -20,9 +20,10 @@ from plait.ops.interpreter import Interpreter
 from plait.ops.recording import Recording, Value, WeightRef
 from plait.ops.symbolic import Recorder
 from plait.plan.fusion import fuse
-from plait.plan.lower import Lowered, lower
+from plait.plan.lower import lower
+from plait.plan.lowered import Lowered
 from tests.configs import CONFIGS
-from tests.plan.models import ALL, PlainWeight, every_attribute, layout_of, make, plain_store, slow_but
+from tests.plan.models import ALL, PlainWeight, every_attribute, layout_of, make, plain_store, slow_but, without_kernel
 from tests.plan.plan_model import PlanModel
 from tests.plan.steps import MIXED, Script
 from tests.threads import one_thread
@@ -31,12 +32,18 @@ __all__ = ["one_thread"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Widths that quantised layouts can have: the block of 32 divides all of them.
+# Widths that quantised layouts can have: the block of 32 divides all of them. Heads of some families are hidden / heads
+# wide and nothing else; families with keys of their own (gptj, opt) are left out.
+_SQUARE = ("gpt_neox", "cohere2", "helium", "stablelm")
+_EXPERT_WIDTHS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
 WIDE = {
     family: {**raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    | {key: width for key, width in _EXPERT_WIDTHS.items() if key in raw}
     for family, raw in CONFIGS.items()
-    if family != "gpt_neox"
-} | {"gpt_neox": {**CONFIGS["gpt_neox"], "hidden_size": 128, "intermediate_size": 96}}
+    if family not in _SQUARE and "intermediate_size" in raw
+} | {family: {**CONFIGS[family], "hidden_size": 128, "intermediate_size": 96} for family in _SQUARE}
+# Twice as wide as the others, it would spend all of the tolerance on fp32's rounding with their weights.
+WIDE["helium"] |= {"head_dim": 32, "initializer_range": 0.1}
 
 
 @cache
@@ -82,8 +89,9 @@ SHORT = (((0, 1),), ((1, 7),), ((0, 1), (1, 2), (2, 33)), ((2, 1), (0, 1)))
 def test_a_plan_computes_what_was_recorded(name: str) -> None:
     decoder = decoder_of(name)
     plan = lowered(decoder)
-    assert plan.host_ops == ()
-    check(decoder, plan, plain_store(decoder), 1e-4, SHORT)
+    assert set(plan.host_ops) == without_kernel(decoder.config)
+    if not plan.host_ops:
+        check(decoder, plan, plain_store(decoder), 1e-4, SHORT)
 
 
 @pytest.mark.slow
@@ -95,8 +103,9 @@ def test_every_configuration_in_mixed_steps(name: str, fused: bool) -> None:
     if not fused and decoder.config.logit_soft_cap:
         assert plan.host_ops == ("store_logits",)  # only a fused recording caps logits where they are made
         return
-    assert plan.host_ops == ()
-    check(decoder, plan, plain_store(decoder), 1e-4)
+    assert set(plan.host_ops) == without_kernel(decoder.config)
+    if not plan.host_ops:
+        check(decoder, plan, plain_store(decoder), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,9 @@ def test_quantised_matrices_read_quantised_activations(name: str, layout: str | 
     """The model checks that every quantised matrix is given records and every float one floats."""
     decoder = decoder_of(name, wide=True)
     plan = lowered(decoder, layout)
-    assert plan.host_ops == ()
+    assert set(plan.host_ops) == without_kernel(decoder.config)
+    if plan.host_ops:
+        return
     check(decoder, plan, plain_store(decoder, layout), 1e-4, SHORT)
 
 

@@ -22,7 +22,7 @@ from plait.weights.store import PackedWeight, WeightStore, packed_bytes
 
 KIND = "plan"
 # Of what an entry holds beside the weights. To be raised when its meaning changes.
-VERSION = 1
+VERSION = 2
 # Parts of the package that decide what an entry holds: a changed one makes all entries old.
 _CODE = ("model", "model/families", "memory", "ops", "plan", "text", "weights")
 # Files beside the tensors that decide what a model directory means.
@@ -114,11 +114,11 @@ def say_unfit(name: str, error: Exception) -> None:
 def _decode(entry: cachefile.Entry) -> CachedModel:
     facts = dict(entry.facts)
     weights = {}
-    for name, shape, layout in facts.pop("weights"):
+    for name, shape, layout, parts in facts.pop("weights"):
         data = entry.arrays[name]
-        if packed_bytes(layout, shape) != data.nbytes:
+        if packed_bytes(layout, shape, parts) != data.nbytes:
             raise ValueError(f"{name} has {data.nbytes} bytes")
-        weights[name] = PackedWeight(name, tuple(shape), layout, data)
+        weights[name] = PackedWeight(name, tuple(shape), layout, data, parts)
     return CachedModel(facts, WeightStore(weights, LoadReport(**facts.pop("report")), owner=entry))
 
 
@@ -131,7 +131,7 @@ def write(
     with cachefile.Writer(entry_name(path, dtype, key), packing.report.weight_bytes) as writer:
         for weight in packing.weights(threads):
             writer.add(weight.name, weight.data)
-            table.append([weight.name, weight.shape, weight.layout])
+            table.append([weight.name, weight.shape, weight.layout, weight.parts])
         report = asdict(packing.report) | {"seconds": 0.0}
         writer.commit(key, {**facts, "weights": table, "report": report})
     found = read(path, dtype, key)

@@ -17,7 +17,8 @@ from plait.ops.recording import Recording, WeightRef
 from plait.ops.step import StepInputs, StepResult
 from plait.plan.fusion import fuse, select_early
 from plait.plan.host import Host
-from plait.plan.lower import Lowered, lower
+from plait.plan.lower import lower
+from plait.plan.lowered import Lowered
 from plait.plan.native_plan import NativePlan
 from plait.plan.pool import NativePool
 from plait.weights.store import PackedWeight
@@ -159,6 +160,7 @@ class NativeExecutor:
             known: dict[str, Any] = {
                 "ids": ids,
                 "positions": positions,
+                "reach": inputs.reach,
                 "logit_rows": rows,
                 "logits": np.empty(0, np.float32) if logits_out is None else logits_out,
                 "best_ids": best_ids,

@@ -15,7 +15,7 @@ from plait.errors import EngineError
 from plait.kernels.abi import ROWS_LOGITS
 from plait.ops.recording import WeightRef
 from plait.ops.step import StepInputs
-from plait.plan.lower import HostCall, HostOperand
+from plait.plan.lowered import HostCall, HostOperand
 from plait.plan.native_plan import NativePlan
 from plait.plan.pool import NativePool
 from plait.weights.store import PackedWeight, need_library

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from plait.errors import EngineError
 from plait.kernels import abi
 from plait.memory.layout import CacheLayout
-from plait.plan.lower import Lowered, MatrixRef, PlanBuffer, PlanOp
+from plait.plan.lowered import Lowered, MatrixRef, PlanBuffer, PlanOp
 from plait.plan.pool import NativePool
 from plait.weights.store import VECTOR, PackedWeight, need_library
 

@@ -37,8 +37,8 @@ class DType:
 class Tensor:
     """A shape and a dtype."""
 
-    def __init__(self, *shape: int, dtype: Any = None) -> None:
-        self.shape = shape
+    def __init__(self, *shape: Any, dtype: Any = None) -> None:
+        self.shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         self.dtype = dtype or float32
 
     @property
@@ -52,7 +52,7 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    def __init__(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, requires_grad: bool = True) -> None:
         super().__init__(*data.shape, dtype=data.dtype)
 
 

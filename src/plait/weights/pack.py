@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from plait.errors import WeightError
 from plait.kernels import abi
 from plait.kernels.native import usable_cpus
+from plait.model.config import keeps_float32
 from plait.weights.arrange import (
     DTYPES,
     PLAIN_FORMATS,
@@ -29,9 +32,18 @@ from plait.weights.arrange import (
     settle_head,
 )
 from plait.weights.checkpoint import Checkpoint
-from plait.weights.mapping import Part, Plan
-from plait.weights.numbers import float32_rows, stored_row_bytes
-from plait.weights.store import VECTOR, PackedWeight, WeightStore, aligned_bytes, need_library, packed_bytes
+from plait.weights.fill import Source, fill, fill_vector, row_order
+from plait.weights.mapping import Assignment, Plan
+from plait.weights.numbers import float32_rows
+from plait.weights.store import (
+    VECTOR,
+    PackedWeight,
+    WeightStore,
+    aligned_bytes,
+    need_library,
+    packed_bytes,
+    stack_parts,
+)
 
 if TYPE_CHECKING:
     from plait.model.decoder import Decoder
@@ -56,45 +68,72 @@ class Packing:
     layouts: Mapping[str, str]
     report: LoadReport
 
+    @cached_property
+    def parts(self) -> Mapping[str, int]:
+        """See `stack_parts`."""
+        return stack_parts(self.shapes)
+
     def sizes(self) -> dict[str, int]:
-        """Packed bytes of every weight, in the order of `weights`."""
+        """Packed bytes of every weight."""
         names = [part.name for assignment in self.plan.assignments for part in assignment.parts]
-        return {name: packed_bytes(self.layouts[name], self.shapes[name]) for name in names}
+        return {name: packed_bytes(self.layouts[name], self.shapes[name], self.parts.get(name, 1)) for name in names}
 
     def weights(self, threads: int | None = None, allocate: Allocate = aligned_bytes) -> Iterator[PackedWeight]:
-        """Every weight, packed, one after the other; the file's pages of each are given back as it is done."""
+        """Every weight, packed, one after the other; the file's pages of each are given back as it is done.
+
+        A stack of experts comes when the last of its tensors is packed: they are taken together, wherever they stand in
+        the file.
+        """
         source = self.checkpoint.source
         count = usable_cpus() if threads is None else threads
-        for assignment in self.plan.assignments:
-            raw, storage = source.raw(assignment.file), source.info(assignment.file).format
-            info = source.info(assignment.file)
-            matrix = len(info.shape) == 2
-            if not matrix or assignment.offset or storage not in abi.LAYOUTS:
-                values = float32_rows(source, assignment.file)
-                if assignment.offset:
-                    values += np.float32(assignment.offset)
-                raw, storage = values.reshape(-1).view(np.uint8), "F32"
-                size = values.shape[1] * 4 if matrix else 4
-            else:
-                size = stored_row_bytes(info)
+        begun: dict[str, PackedWeight] = {}
+        for last, assignment in self._in_order():
             for part in assignment.parts:
-                yield self._pack(part, raw, storage, size, count, allocate)
-            del raw
+                if part.name not in begun:
+                    begun[part.name] = self._begin(part.name, allocate)
+            self._fill(assignment, begun, count)
             source.release(assignment.file)
+            for name in last:
+                yield begun.pop(name)
 
-    def _pack(
-        self, part: Part, raw: NDArray[np.uint8], storage: str, size: int, threads: int, allocate: Allocate
-    ) -> PackedWeight:
-        shape, layout = self.shapes[part.name], self.layouts[part.name]
-        data = allocate(packed_bytes(layout, shape))
-        if layout == VECTOR:
-            values = raw.view(np.float32)
-            data.view(np.float32)[:] = values if part.rows is None else values[part.rows]
-        else:
-            if raw.ctypes.data % 4:  # a safetensors file may put its data anywhere
-                raw = raw.copy()
-            pack_rows(part.name, storage, layout, raw.ctypes.data, size, part.rows, shape, data, threads)
-        return PackedWeight(part.name, shape, layout, data)
+    def _in_order(self) -> Iterator[tuple[tuple[str, ...], Assignment]]:
+        """Every assignment, those of one stack together, and the weights that are whole after it."""
+        first: dict[str, int] = {}
+        left: Counter[str] = Counter()
+        for number, assignment in enumerate(self.plan.assignments):
+            for part in assignment.parts:
+                first.setdefault(part.name, number)
+                left[part.name] += 1
+        for assignment in sorted(self.plan.assignments, key=lambda a: first[a.parts[0].name]):
+            names = [part.name for part in assignment.parts]
+            left.subtract(names)
+            yield tuple(name for name in names if not left[name]), assignment
+
+    def _begin(self, name: str, allocate: Allocate) -> PackedWeight:
+        shape, layout, parts = self.shapes[name], self.layouts[name], self.parts.get(name, 1)
+        return PackedWeight(name, shape, layout, allocate(packed_bytes(layout, shape, parts)), parts)
+
+    def _fill(self, assignment: Assignment, weights: Mapping[str, PackedWeight], threads: int) -> None:
+        source = self.checkpoint.source
+        info = source.info(assignment.file)
+        raw, storage = source.raw(assignment.file), info.format
+        vectors = [part for part in assignment.parts if weights[part.name].layout == VECTOR]
+        if vectors or assignment.offset or storage not in abi.LAYOUTS:
+            values = float32_rows(source, assignment.file)
+            if assignment.offset:
+                values += np.float32(assignment.offset)
+            for part in vectors:
+                fill_vector(weights[part.name], values if part.rows is None else values[part.rows], part.place)
+            if len(vectors) == len(assignment.parts):
+                return
+            raw, storage = values.reshape(-1).view(np.uint8), "F32"
+        elif raw.ctypes.data % 4:  # a safetensors file may put its data anywhere
+            raw = raw.copy()
+        lines = prod(info.shape[:-1])
+        for part in assignment.parts:
+            if part not in vectors:
+                rows = Source(storage, raw.ctypes.data, raw.nbytes // lines, row_order(part.rows, info.shape))
+                fill(weights[part.name], rows, part.place, threads)
 
 
 def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped: list[str]) -> Packing:
@@ -107,25 +146,40 @@ def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped:
     name, notes = settle_dtype(dtype, checkpoint.config)
     report = LoadReport(str(checkpoint.path), checkpoint.format, "", notes=notes)
     plan = arrange(checkpoint, shapes, dropped, report)
-    layouts = {}
+    stored: dict[str, set[str]] = {}
     for assignment in plan.assignments:
-        storage = checkpoint.source.info(assignment.file).format
         for part in assignment.parts:
-            layouts[part.name] = choose_layout(storage, len(shapes[part.name]), name)
+            stored.setdefault(part.name, set()).add(checkpoint.source.info(assignment.file).format)
+    layouts = {key: choose_layout(key, _common(kinds), len(shapes[key]), name) for key, kinds in stored.items()}
     report.expanded, report.expanded_to = _expanded(checkpoint, plan, layouts)
     packing = Packing(checkpoint, plan, shapes, layouts, report)
     sizes = packing.sizes()
     report.weight_bytes = sum(sizes.values())
     report.parameters = checkpoint.config.param_counts()["total"]
     report.dtype = describe_layouts(layouts, sizes)
-    report.exact = exact_dtype(report.formats, name)
+    report.exact = exact_dtype(_formats(checkpoint, plan), name)
     return packing
 
 
-def choose_layout(storage: str, num_axes: int, dtype: str) -> str:
+def _common(kinds: set[str]) -> str:
+    """How the parts of one weight are kept that a file stores in these formats."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "F32" if kinds <= set(PLAIN_FORMATS) else _SUBSTITUTE
+
+
+def _formats(checkpoint: Checkpoint, plan: Plan) -> Counter[str]:
+    """Tensors by storage format, without those that are float32 in every model."""
+    kept = (a for a in plan.assignments if not all(keeps_float32(part.name) for part in a.parts))
+    return Counter(checkpoint.source.info(assignment.file).format for assignment in kept)
+
+
+def choose_layout(name: str, storage: str, num_axes: int, dtype: str) -> str:
     """The layout of a weight that a file stores as `storage`; dtype: "auto", "fp32", "bf16" or "fp16"."""
-    if num_axes == 1:
+    if num_axes == 1 or name.endswith("bias"):  # experts have a bias each: [E, R]
         return VECTOR
+    if keeps_float32(name):
+        return "F32"
     if dtype != "auto":
         return FLOAT_LAYOUTS[dtype]
     if storage in abi.LAYOUTS:
@@ -152,34 +206,6 @@ def _expanded(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) ->
             counts[storage] += 1
             targets.add(_NAMES[layout])
     return dict(counts), " and ".join(sorted(targets))
-
-
-def pack_rows(
-    name: str,
-    storage: str,
-    layout: str,
-    address: int,
-    row_bytes: int,
-    rows: NDArray[np.int64] | None,
-    shape: tuple[int, ...],
-    out: NDArray[np.uint8],
-    threads: int,
-) -> None:
-    """Pack a matrix whose rows lie `row_bytes` apart from `address` on, in the order `rows` (None: as they lie)."""
-    index = None if rows is None else np.ascontiguousarray(rows, np.int64)
-    status = need_library().functions.plait_pack(
-        abi.LAYOUTS[storage],
-        abi.LAYOUTS[layout],
-        address,
-        row_bytes,
-        None if index is None else index.ctypes.data,
-        shape[0],
-        shape[1],
-        out.ctypes.data,
-        threads,
-    )
-    if status != 0:
-        raise WeightError(f"{name}: a matrix of shape {shape} stored as {storage} cannot be packed as {layout}")
 
 
 def pack_checkpoint(
@@ -218,11 +244,8 @@ def pack_decoder(decoder: Decoder, dtype: object = None, store: WeightStore | No
     name = dtype_name(dtype)
     parameters: dict[str, Any] = dict(decoder.named_parameters())
     if store is None:
-        layouts = {key: _parameter_layout(p, name) for key, p in parameters.items()}
-        weights = {
-            key: PackedWeight(key, tuple(p.shape), layouts[key], aligned_bytes(packed_bytes(layouts[key], p.shape)))
-            for key, p in parameters.items()
-        }
+        parts = stack_parts({key: tuple(p.shape) for key, p in parameters.items()})
+        weights = {key: _empty(key, p, name, parts.get(key, 1)) for key, p in parameters.items()}
         store = WeightStore(weights, report=LoadReport(str(decoder.source or decoder.config.model_type), "live", ""))
     elif {key: tuple(p.shape) for key, p in parameters.items()} != {key: w.shape for key, w in store.items()}:
         raise WeightError("the decoder's parameters are no longer those that were packed: build a new engine")
@@ -234,18 +257,19 @@ def pack_decoder(decoder: Decoder, dtype: object = None, store: WeightStore | No
     report.weight_bytes = store.nbytes
     report.exact = (
         "float32"
-        if name == "auto" and len({p.dtype for p in parameters.values()}) > 1
-        else DTYPES[_NAMES[_parameter_layout(decoder.model.embed_tokens.weight, name)]]
+        if name == "auto" and len({p.dtype for key, p in parameters.items() if not keeps_float32(key)}) > 1
+        else DTYPES[_NAMES[store["model.embed_tokens.weight"].layout]]
     )
     report.dtype = describe_layouts({k: w.layout for k, w in store.items()}, {k: w.nbytes for k, w in store.items()})
     report.seconds = time.perf_counter() - start
     return store
 
 
-def _parameter_layout(parameter: Any, dtype: str) -> str:
+def _empty(key: str, parameter: Any, dtype: str, parts: int) -> PackedWeight:
     own = str(parameter.dtype).removeprefix("torch.")
     kept = {"bfloat16": "BF16", "float16": "F16"}.get(own, "F32")
-    return choose_layout(kept, parameter.ndim, dtype)
+    shape, layout = tuple(parameter.shape), choose_layout(key, kept, parameter.ndim, dtype)
+    return PackedWeight(key, shape, layout, aligned_bytes(packed_bytes(layout, shape, parts)), parts)
 
 
 def _pack_parameter(parameter: Any, weight: PackedWeight) -> None:
@@ -256,8 +280,7 @@ def _pack_parameter(parameter: Any, weight: PackedWeight) -> None:
         tensor, storage = tensor.float(), "F32"
     tensor = tensor.contiguous()
     if weight.layout == VECTOR:
-        weight.vector()[:] = tensor.numpy()
+        fill_vector(weight, tensor.numpy(), None)
         return
-    size = tensor.shape[1] * tensor.element_size()
-    threads = need_library().threads()
-    pack_rows(weight.name, storage, weight.layout, tensor.data_ptr(), size, None, weight.shape, weight.data, threads)
+    size = tensor.shape[-1] * tensor.element_size()
+    fill(weight, Source(storage, tensor.data_ptr(), size), None, need_library().threads())

@@ -33,7 +33,7 @@ class PackedDecoder(Decoder):
         super().train(False)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The parameters' values by name, each expanded when it is asked for, in the decoder's dtype."""
+        """The parameters' values by name, each expanded when it is asked for, in its own dtype."""
         return _Tensors(self)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -78,17 +78,17 @@ class PackedDecoder(Decoder):
 
 class _Tensors(Mapping[str, Tensor]):
     def __init__(self, decoder: PackedDecoder) -> None:
-        self._store, self._dtype = decoder.store, decoder.dtype
-        self._names = [name for name, _ in decoder.named_parameters()]
+        self._store = decoder.store
+        self._dtypes = {name: parameter.dtype for name, parameter in decoder.named_parameters()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.from_numpy(self._store.expand(name)).to(self._dtype)
+        return torch.from_numpy(self._store.expand(name)).to(self._dtypes[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._dtypes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._dtypes)
 
 
 def packed_decoder(config: ModelConfig, store: WeightStore, source: Path | None = None) -> PackedDecoder:

@@ -3,6 +3,9 @@
 A store replaces a decoder's parameters: names are the decoder's own (`model.layers.0.self_attn.q_proj.weight`, ...),
 values are exactly the checkpoint's, the layout is that of csrc/plait_native.h. Two names may share one weight (a tied
 head).
+
+A stack of experts [E, R, C] is E * parts matrices of R / parts rows one after another, each padded to whole panels: the
+kernels take every one for itself. Gate and up are two parts of one stack.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,15 +37,25 @@ def need_library() -> NativeLibrary:
     return native
 
 
-def packed_bytes(layout: str, shape: Sequence[int]) -> int:
+def packed_bytes(layout: str, shape: Sequence[int], parts: int = 1) -> int:
     """Bytes of a weight of this shape in a layout. WeightError where its columns do not divide into blocks."""
     if layout == VECTOR:
-        return 4 * int(shape[0])
-    rows, cols = shape
-    size = need_library().functions.plait_packed_bytes(abi.LAYOUTS[layout], rows, cols)
-    if size < 0:
+        return 4 * prod(shape)
+    *stack, rows, cols = shape
+    size = need_library().functions.plait_packed_bytes(abi.LAYOUTS[layout], rows // parts, cols)
+    if size < 0 or rows % parts:
         raise WeightError(f"a matrix of shape {tuple(shape)} cannot be packed as {layout}")
-    return int(size)
+    return int(size) * prod(stack) * parts
+
+
+def stack_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Parts of each expert's rows, for every stack among parameters of these shapes: two where gate and up are one."""
+    parts = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            down = shapes.get(name.removesuffix("gate_up_proj") + "down_proj", shape)
+            parts[name] = shape[1] // down[2] if name.endswith("gate_up_proj") else 1
+    return parts
 
 
 def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
@@ -53,46 +67,71 @@ def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """One weight. shape: the parameter's, [rows, cols] or [n]; layout: a key of abi.LAYOUTS, or "VECTOR" (float32).
+    """One weight. shape: the parameter's, [rows, cols], [experts, rows, cols], or that of a vector; layout: a key of
+    abi.LAYOUTS, or "VECTOR" (float32).
 
-    data: uint8 [packed bytes], beginning at a multiple of 64; it may be pages of a file.
+    data: uint8 [packed bytes], beginning at a multiple of 64; it may be pages of a file. parts: of a stack, matrices
+    that the rows of each expert are kept as.
     """
 
     name: str
     shape: tuple[int, ...]
     layout: str
     data: NDArray[np.uint8]
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed numbers."""
         return int(self.data.nbytes)
 
+    @property
+    def part_rows(self) -> int:
+        """Rows of each matrix that this weight consists of."""
+        return self.shape[-2] // self.parts
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows from one matrix of a stack to the next."""
+        return -(-self.part_rows // abi.PANEL_ROWS) * abi.PANEL_ROWS
+
     def matrix(self) -> abi.Matrix:
-        """The descriptor for the library; a vector is one row. `data` must outlive it."""
-        rows, cols = self.shape if len(self.shape) == 2 else (1, self.shape[0])
+        """The descriptor for the library; a vector is one row, a stack one matrix with the padding between its parts
+        (and behind the last). `data` must outlive it."""
         if self.layout == VECTOR:
-            return abi.Matrix(abi.LAYOUT_VECTOR, 0, 1, cols, self.nbytes, self.data.ctypes.data)
-        panels = -(-rows // abi.PANEL_ROWS)
+            return abi.Matrix(abi.LAYOUT_VECTOR, 0, 1, prod(self.shape), self.nbytes, self.data.ctypes.data)
+        if len(self.shape) == 2:
+            rows, padded = self.shape[0], self.padded_rows
+        else:
+            rows = padded = self.shape[0] * self.parts * self.padded_rows
+        panels = padded // abi.PANEL_ROWS
         panel_bytes = self.nbytes // panels if panels else 0
-        return abi.Matrix(abi.LAYOUTS[self.layout], 0, rows, cols, panel_bytes, self.data.ctypes.data)
+        return abi.Matrix(abi.LAYOUTS[self.layout], 0, rows, self.shape[-1], panel_bytes, self.data.ctypes.data)
 
     def vector(self) -> NDArray[np.float32]:
-        """A vector's numbers, float32 [n], a view."""
+        """A vector's numbers in the parameter's shape, float32, a view."""
         if self.layout != VECTOR:
             raise WeightError(f"{self.name} is a matrix of layout {self.layout}, not a vector")
-        return self.data.view(np.float32)
+        return self.data.view(np.float32).reshape(self.shape)
 
     def rows(self, ids: NDArray[np.integer] | Sequence[int]) -> NDArray[np.float32]:
-        """Rows of a matrix, float32 [len(ids), cols]. WeightError for an id out of range."""
-        wanted = np.ascontiguousarray(ids, np.int32)
-        out = np.empty((len(wanted), self.shape[1]), np.float32)
+        """Rows of a matrix, float32 [len(ids), cols]; those of a stack are numbered through, expert by expert.
+
+        WeightError for an id out of range.
+        """
+        wanted = np.asarray(ids, np.int64)
+        count = prod(self.shape[:-1])
+        out = np.empty((len(wanted), self.shape[-1]), np.float32)
         functions = need_library().functions
         matrix = self.matrix()
-        if functions.plait_unpack_rows(
-            ctypes.byref(matrix), wanted.ctypes.data, len(wanted), out.ctypes.data, out.shape[1]
+        in_range = not len(wanted) or (wanted.min() >= 0 and wanted.max() < count)
+        # Where they lie: padding stands between the parts.
+        lines = wanted // self.part_rows * self.padded_rows + wanted % self.part_rows
+        places = np.ascontiguousarray(lines, np.int32)
+        if not in_range or functions.plait_unpack_rows(
+            ctypes.byref(matrix), places.ctypes.data, len(places), out.ctypes.data, out.shape[1]
         ):
-            raise WeightError(f"{self.name}: a row out of range of {self.shape[0]}, or an unknown layout")
+            raise WeightError(f"{self.name}: a row out of range of {count}, or an unknown layout")
         return out
 
     def expand(self) -> NDArray[np.float32]:
@@ -100,9 +139,10 @@ class PackedWeight:
         if self.layout == VECTOR:
             return self.vector().copy()
         out = np.empty(self.shape, np.float32)
-        for first in range(0, self.shape[0], _EXPAND_ROWS):
-            last = min(first + _EXPAND_ROWS, self.shape[0])
-            out[first:last] = self.rows(np.arange(first, last, dtype=np.int32))
+        lines = out.reshape(-1, self.shape[-1])
+        for first in range(0, len(lines), _EXPAND_ROWS):
+            last = min(first + _EXPAND_ROWS, len(lines))
+            lines[first:last] = self.rows(np.arange(first, last))
         return out
 
 
