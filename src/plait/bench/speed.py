@@ -90,16 +90,16 @@ def measure_prefill(
             sides: dict[str, Callable[[], Any]] = {
                 name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()
             }
-            sides["products"] = partial(costs.prefill_seconds, length, threads)
+            sides["products"] = partial(costs.seconds, length, 1, costs.attended(0, length), threads)
             found = alternate(sides, rounds, advance)
             seconds = [s for s in found.pop("products") if s is not None]
-            layouts = ", ".join(sorted({*costs.multiply_adds, costs.head[0]}))
+            kinds = "products in " + ", ".join(sorted({*costs.multiply_adds, costs.head[0]})) + ", attention in F32"
             report["rows"].append(
                 make_row(
                     f"prefill of {length:,} tokens",
                     "tokens/s",
                     {name: [length / t.prompt_s for t in runs] for name, runs in found.items()},
-                    limit=(f"products in {layouts}", length / Summary(seconds).median) if seconds else None,
+                    limit=(kinds, length / Summary(seconds).median) if seconds else None,
                     details={"leading tokens equal to ours": _equal(found)},
                 )
             )
@@ -174,13 +174,12 @@ def python_share(step_times: Sequence[tuple[float, float]]) -> dict[str, str]:
 
 def _batch_seconds(costs: Costs, count: int, prompt_tokens: int, new_tokens: int, threads: int) -> float | None:
     """The least time of a batch: its products at the measured rate, or its bytes at the measured bandwidth."""
-    products = costs.prefill_seconds(count * prompt_tokens, threads)
-    step = costs.prefill_seconds(count, threads)
+    products = costs.seconds(count * prompt_tokens, count, count * costs.attended(0, prompt_tokens), threads)
+    middle = prompt_tokens + new_tokens // 2
+    step = costs.seconds(count, count, count * costs.attended(middle, 1), threads)
     if products is None or step is None:
         return None
-    # The head is needed for every token of a step, not once as in a prompt.
-    step *= (sum(costs.multiply_adds.values()) + costs.head[1]) / max(sum(costs.multiply_adds.values()), 1)
-    kept = count * (costs.bytes_read(prompt_tokens + new_tokens // 2) - costs.weight_bytes)
+    kept = count * (costs.bytes_read(middle) - costs.weight_bytes)
     reading = (costs.weight_bytes + kept) / read_rate(max(costs.weight_bytes, _MIN_READ_BYTES), threads)
     return products + (new_tokens - 1) * max(step, reading)
 
