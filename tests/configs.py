@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.dense_configs import dense_configs
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 24,
@@ -15,6 +17,17 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
     "eos_token_id": 1,
+}
+
+_SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -44,4 +57,47 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 32,
         "rotary_pct": 0.5,
     },
+    "qwen3_moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        **_COMMON,
+        "model_type": "qwen2_moe",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 20,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {
+        **_COMMON,
+        "model_type": "mixtral",
+        "sliding_window": 11,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {**_COMMON, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 3.0},
+    "granitemoe": {
+        **_COMMON,
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 1.3,
+    },
+    "dots1": {**_COMMON, **_SIGMOID, "model_type": "dots1", "sliding_window": 9, "max_window_layers": 1},
+    "glm4_moe": {**_COMMON, **_SIGMOID, "model_type": "glm4_moe", "use_qk_norm": True, "head_dim": 8},
 }
+
+CONFIGS |= dense_configs(_COMMON)

@@ -30,6 +30,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 3, "num_hidden_layers": 3, "head_dim": 8},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    },
     "gpt_neox": {"hidden_size": 32, "rotary_pct": 0.5, "num_key_value_heads": None, "rope_theta": None},
 }
 
@@ -47,5 +56,5 @@ def tiny_decoder(family: str, **changes: Any) -> Decoder:
             elif name == "model.embed_tokens.weight":
                 p.copy_(noise * (0.6 if decoder.config.tie_embeddings else 1.5))
             else:
-                p.copy_(noise * (1.5 if name == "lm_head.weight" else 1.0) / p.shape[1] ** 0.5)
+                p.copy_(noise * (1.5 if name == "lm_head.weight" else 1.0) / p.shape[-1] ** 0.5)
     return decoder

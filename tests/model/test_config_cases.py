@@ -227,6 +227,51 @@ def test_the_text_part_of_a_multimodal_gemma_is_read_as_a_gemma_text_model():
     assert replace(config, eos_token_ids=(1,)) == parse_config(text)
 
 
+@pytest.mark.parametrize(("scalar", "scale"), [(144, 0.083333), (256, 0.0625)])
+def test_gemma_2_takes_its_softmax_scale_from_there_too(scalar, scale):
+    config = parsed("gemma2", head_dim=128, query_pre_attn_scalar=scalar)
+    assert config.layers[0].attention.scale == pytest.approx(scale, abs=1e-6)
+
+
+def test_the_windows_of_gemma_2_are_on_the_layers_that_transformers_lists():
+    types = hugging_face("gemma2").layer_types
+    expected = [8 if kind == "sliding_attention" else 0 for kind in types]
+    assert windows(parsed("gemma2", sliding_window=8)) == expected == [8, 0, 8, 0]
+
+
+# Phi-3: what rotates, and the context that decides between two sets of divisors
+
+
+def test_the_rotary_fraction_of_phi3_counts_at_either_place_and_defaults_to_all():
+    """Phi-4-mini: 96 of 128 features."""
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24}
+    for raw in ({"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}):
+        assert parsed("phi3", **sizes, **raw).rotary[0].width == 96
+    assert parsed("phi3", **sizes).rotary[0].width == 128
+    assert parsed("phi", hidden_size=256).rotary[0].width == 32  # half of 64
+    assert parsed("stablelm", hidden_size=256).rotary[0].width == 16  # a quarter
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi3_keeps_its_original_context_at_the_top_level_and_has_old_names_for_longrope(name):
+    rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    (table,) = parsed("phi3", original_max_position_embeddings=32, rope_scaling=rope).rotary
+    assert (table.rope_type, table.scaling["original_max_position_embeddings"]) == ("longrope", 32)
+    (table,) = parsed("phi3", rope_scaling=rope).rotary
+    assert table.scaling["original_max_position_embeddings"] == 4096  # the class's default
+
+
+# OLMo 3
+
+
+def test_theta_beside_the_blocks_of_an_olmo3_is_that_of_its_full_layers():
+    """As transformers reads it: windowed layers keep the class's 500,000."""
+    config = parsed("olmo3", rope_theta=1e6, sliding_window=8)
+    assert [t.theta for t in config.rotary] == [1e6, 500_000.0]
+    theirs = hugging_face("olmo3", rope_theta=1e6).rope_parameters
+    assert [theirs[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 500_000.0]
+
+
 # GPT-NeoX and ties
 
 

@@ -27,6 +27,8 @@ ROPE_BLOCKS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]},
 }
 OTHER_KEYS = {"model_type", "text_config", "quantization_config", "rope_scaling", "rope_divisors", "layer_types"}
 
@@ -115,9 +117,10 @@ def test_the_error_names_key_and_value(case: str) -> None:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_a_number_of_layers_that_no_model_has_is_refused_before_anything_is_built_for_each(family: str) -> None:
     """A tuple of 10^15 layers would not fit in any memory."""
+    key = "n_layer" if "n_layer" in CONFIGS[family] else "num_hidden_layers"
     for number in (MAX_LAYERS + 1, 10**15):
-        with pytest.raises(ConfigError, match=f"num_hidden_layers={number} must be at least 1 and at most 10000"):
-            parse_config({**CONFIGS[family], "num_hidden_layers": number})
+        with pytest.raises(ConfigError, match=f"{key}={number} must be at least 1 and at most 10000"):
+            parse_config({**CONFIGS[family], key: number})
 
 
 def test_the_table_of_keys_has_every_family_and_no_other() -> None:

@@ -57,8 +57,39 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown activation": ("llama", {"hidden_act": "mish"}, r"hidden_act='mish'"),
     "end token as text": ("llama", {"eos_token_id": "</s>"}, r"eos_token_id='</s>'"),
     # rotary
-    "rope type of a later version": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'"),
-    "longrope": ("llama", {"rope_scaling": {"rope_type": "longrope"}}, r"'longrope' is not supported yet"),
+    "longrope without its divisors": (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope"}},
+        r"'longrope' needs the key",
+    ),
+    "longrope with too few divisors": (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+        r"long_factor is 7 numbers; it must be a list of 8 numbers",
+    ),
+    "dynamic without a factor": ("llama", {"rope_scaling": {"type": "dynamic"}}, r"'dynamic' needs the key 'factor'"),
+    "a scaling of olmo3 without layer types": (
+        "olmo3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        r"keyed by layer type",
+    ),
+    "output projection that is not square": ("helium", {"head_dim": 12}, r"num_attention_heads=4 times head_dim=12"),
+    "norms after the branches": (
+        "opt",
+        {"do_layer_norm_before": False, "ffn_dim": 48},
+        r"do_layer_norm_before=False: opt knows this key",
+    ),
+    "projected embeddings": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, r"word_embed_proj_dim=32"),
+    "norms of each head on their own": (
+        "stablelm",
+        {"qk_layernorm": True},
+        r"qk_layernorm=True: stablelm knows this key",
+    ),
+    "a window on some layers of a family with one mask": (
+        "phi3",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        r"layer_types of a phi3 must all be 'sliding_attention'",
+    ),
     "unknown rope type": ("llama", {"rope_scaling": {"rope_type": "spiral"}}, r"'spiral' is unknown"),
     "rope type that is no text": ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, r"\['yarn'\]"),
     "missing rope key": ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"needs the key 'factor'"),
@@ -84,7 +115,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised checkpoint": ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"'gptq'"),
     "family that needs more": ("qwen3_next", {}, r"'qwen3_next' is not supported: it needs gated delta-rule layers"),
     "state space": ("mamba2", {}, r"'mamba2' is not supported: it needs state-space layers"),
-    "unknown family": ("lama", {}, r"unknown model_type 'lama'; did you mean 'llama'\? \(known: gemma3_text, gpt_neox"),
+    "unknown family": ("lama", {}, r"unknown model_type 'lama'; did you mean 'llama'\? \(known: .*gemma3_text"),
     "far from any family": ("zzz", {}, r"unknown model_type 'zzz' \(known:"),
 }
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from math import ceil, floor, log, pi
+from dataclasses import replace
+from math import ceil, floor, log, pi, sqrt
 
 import pytest
 import torch
 
 import plait
 from plait.errors import ConfigError
+from plait.memory.none import NoMemory
 from plait.model.config import RotarySpec
-from plait.model.rope import rope_frequencies, yarn_mscale, yarn_range
-from plait.ops.reference import positions
+from plait.model.rope import rope_frequencies, rotary_table, short_rope_tokens, yarn_mscale, yarn_range
+from plait.ops.reference import positions, positions_by_reach
+from plait.ops.step import StepInputs
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -102,6 +105,60 @@ def test_divisors_of_a_gguf_file_divide_the_plain_frequencies():
         frequencies(RotarySpec("default", 10_000.0, 128, 128, 4096, {}, (1.0, 2.0, 3.0)))
 
 
+SHORT, LONG = [1.0, 1.1, 1.3, 1.2], [1.5, 2.5, 4.0, 64.0]
+
+
+def longrope(**more) -> RotarySpec:
+    scaling = {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 4096, **more}
+    return spec("longrope", width=8, context=131072, **scaling)
+
+
+def test_longrope_divides_by_its_short_or_its_long_set():
+    table = rotary_table(longrope())
+    base = frequencies(spec(width=8)).double()
+    assert table.inv_freq == pytest.approx((base / torch.tensor(SHORT).double()).tolist(), rel=1e-6)
+    assert table.long_inv_freq == pytest.approx((base / torch.tensor(LONG).double()).tolist(), rel=1e-6)
+    assert table.original == 4096
+
+
+def test_the_magnitude_of_longrope_is_the_root_of_one_and_the_ratio_of_logarithms():
+    """Phi-3-mini-128k: 131072 / 4096 = 32; sqrt(1 + ln 32 / ln 4096) = sqrt(1 + 5 / 12)."""
+    assert rotary_table(longrope()).magnitude == pytest.approx(sqrt(1 + 5 / 12))
+    assert rotary_table(longrope(factor=4.0)).magnitude == pytest.approx(sqrt(1 + 2 / 12))
+    assert rotary_table(longrope(factor=1.0)).magnitude == 1.0
+    assert rotary_table(longrope(attention_factor=1.25)).magnitude == 1.25
+
+
+def test_the_long_set_is_for_sequences_longer_than_the_original_context():
+    """Exactly the original length is short; one token more is long, for all of its tokens."""
+    table = rotary_table(longrope(original_max_position_embeddings=5))
+    position = torch.arange(6)
+    attributes = {"long_inv_freq": table.long_inv_freq, "original": 5, "magnitude": table.magnitude}
+    for reach, inv_freq in ((5, table.inv_freq), (6, table.long_inv_freq)):
+        found = positions_by_reach(position, torch.full((6,), reach), inv_freq=table.inv_freq, **attributes)
+        assert torch.equal(found, positions(position, inv_freq=inv_freq, magnitude=table.magnitude))
+
+
+def test_a_forward_without_a_cache_takes_the_set_of_every_segment():
+    mask = torch.tensor([[True] * 7, [False] * 4 + [True] * 3])
+    assert NoMemory().begin(torch.zeros(2, 7), StepInputs(token_mask=mask)).reach.tolist() == [[7] * 7, [3] * 7]
+    segments = torch.tensor([[4, 4, 9, 9, 9, 4, 4]])
+    # (Positions count anew where a segment begins, so the last two tokens of "4" are another run of the same.)
+    assert NoMemory().begin(torch.zeros(1, 7), StepInputs(segment_ids=segments)).reach.tolist() == [
+        [2, 2, 3, 3, 3, 2, 2]
+    ]
+    assert NoMemory().begin(torch.zeros(5), None).reach.tolist() == [5] * 5
+
+
+def test_dynamic_scaling_is_fixed_by_the_length_that_is_served():
+    """Peng et al.: theta ((s L / M) - (s - 1))^(d / (d - 2)); within M nothing changes."""
+    s = spec("dynamic", context=2048, width=64, factor=4.0)
+    assert torch.equal(frequencies(s), frequencies(spec(width=64)))
+    grown = 10_000.0 * (4.0 * 8192 / 2048 - 3.0) ** (64 / 62)
+    expected = frequencies(spec(theta=grown, width=64))
+    assert torch.allclose(frequencies(replace(s, served_positions=8192)), expected, rtol=1e-6, atol=0)
+
+
 SCALINGS = {
     "default": {},
     "linear": {"factor": 3.0},
@@ -154,3 +211,25 @@ def test_tables_stay_exact_at_long_positions_whatever_the_models_dtype():
     exact = torch.stack((angle.cos(), angle.sin()), 1)
     assert (found.double() - exact).abs().max() < 1e-3
     assert (found.bfloat16().double() - exact).abs().max() < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [5, 2048, 2049, 9000])
+def test_longrope_and_dynamic_frequencies_equal_those_of_transformers(length: int):
+    """At the original context, a token more, and where dynamic has grown."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    blocks = {
+        "longrope": {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 2048},
+        "dynamic": {"factor": 3.0},
+    }
+    for kind, scaling in blocks.items():
+        block = {"rope_type": kind, "rope_theta": 10_000.0, **scaling}
+        config = LlamaConfig(head_dim=8, max_position_embeddings=8192, rope_parameters=block)
+        expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+        ours = spec(kind, width=8, context=8192, **scaling)
+        table = rotary_table(replace(ours, served_positions=length))
+        chosen = table.long_inv_freq if 0 < short_rope_tokens([ours]) < length else table.inv_freq
+        assert torch.allclose(torch.tensor(chosen), expected, rtol=1e-6, atol=0)
+        assert table.magnitude == pytest.approx(magnitude, rel=1e-12)

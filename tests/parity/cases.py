@@ -5,40 +5,14 @@ A case is a config.json dictionary as checkpoints spell it. Old and new spelling
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from tests.parity.case import SMALL as _SMALL
+from tests.parity.case import YARN as _YARN
+from tests.parity.case import Case
+from tests.parity.case import family as _family
+from tests.parity.dense_cases import DENSE
+from tests.parity.mixture_cases import MIXTURES
 
-
-@dataclass(frozen=True)
-class Case:
-    """raw: config.json. name: what is particular about it."""
-
-    name: str
-    raw: dict[str, Any]
-
-    @property
-    def family(self) -> str:
-        return self.raw["model_type"]
-
-    def __str__(self) -> str:
-        return f"{self.family}: {self.name}"
-
-
-def _family(model_type: str, **common: Any):
-    def case(name: str, **changes: Any) -> Case:
-        return Case(name, {"model_type": model_type, **common, **changes})
-
-    return case
-
-
-_SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 72,
-    "intermediate_size": 101,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 128,
-}
+__all__ = ["CASES", "Case"]
 
 _llama = _family("llama", **_SMALL, num_key_value_heads=2)
 _mistral = _family("mistral", **_SMALL, num_key_value_heads=3)
@@ -49,7 +23,6 @@ _gemma3 = _family(
 )
 _neox = _family("gpt_neox", **_SMALL | {"hidden_size": 96, "num_attention_heads": 4})
 
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _IRREGULAR = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 CASES = (
@@ -216,4 +189,6 @@ CASES = (
         hidden_act="relu",
         layer_norm_eps=0.02,
     ),
+    *DENSE,
+    *MIXTURES,
 )

@@ -29,7 +29,10 @@ def dense(decoder: Decoder, ids: Tensor, chunks: Sequence[int]) -> Tensor:
     """The same through a dense cache that grows, in steps of the given lengths (repeated until the end)."""
     memory = DenseMemory(decoder.config.caches(), ids.shape[0], capacity=5)
     with torch.inference_mode():
-        parts = [decoder.logits(decoder(ids[:, a:b], memory=memory)) for a, b in bounds(ids.shape[1], chunks)]
+        parts = [
+            decoder.logits(decoder(ids[:, a:b], StepInputs(reach=torch.full((len(ids), b - a), ids.shape[1])), memory))
+            for a, b in bounds(ids.shape[1], chunks)
+        ]
     return torch.cat(parts, 1)
 
 
@@ -71,7 +74,8 @@ class PagedRun:
             self.blocks.take_copies(),
         )
         ids = torch.tensor([i for blocks, tokens, total in plan for i in tokens[blocks.num_computed : total]])
-        inputs = StepInputs(sequences=sequences)
+        reach = np.repeat([len(tokens) for _, tokens, _ in plan], query)
+        inputs = StepInputs(sequences=sequences, reach=reach)
         with torch.inference_mode():
             if self.interpreter is None:
                 logits = self.decoder.logits(self.decoder(ids, inputs, self.memory))
@@ -110,6 +114,8 @@ def replayed(decoder: Decoder) -> Interpreter:
 
 def run_interpreter(interpreter: Interpreter, ids: Tensor, step) -> Tensor:
     inputs = {"ids": ids, "positions": step.positions, "logit_rows": torch.arange(len(ids))}
+    if "reach" in interpreter.recording.inputs:
+        inputs["reach"] = step.reach
     return interpreter.run(inputs, step)["logits"]
 
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tests.gguf_files import write_gguf
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "gpt_neox": "gptneox",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "mixtral": "llama",
+}
 
 
-def write_model(model: Any, path: Path, divisors: NDArray | None = None, **metadata: Any) -> Path:
-    """The model's weights in fp32; divisors: the rope_freqs tensor. metadata: keys beside the common ones."""
+def write_model(
+    model: Any, path: Path, divisors: NDArray | None = None, old_experts: bool = False, **metadata: Any
+) -> Path:
+    """The model's weights in fp32; divisors: the rope_freqs tensor. metadata: keys beside the common ones.
+
+    old_experts: a tensor per expert, as converters wrote them before stacks had names.
+    """
     import gguf
 
     config = model.config
@@ -22,24 +34,48 @@ def write_model(model: Any, path: Path, divisors: NDArray | None = None, **metad
     names = gguf.get_tensor_name_map(enumeration, config.num_hidden_layers)
     tensors: dict[str, NDArray] = {}
     for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            tensors |= _expert_tensors(names, name, parameter.detach().numpy())
+            continue
         stem, kind = name.rsplit(".", 1)
         target = names.get_name(stem)
         assert target is not None, name
         tensors[f"{target}.{kind}"] = _converted(config, name, parameter.detach().numpy())
+    if old_experts:
+        stacks = [name for name in tensors if "_exps" in name]
+        for name in stacks:
+            tensors |= {name.replace("_exps", f".{e}"): value for e, value in enumerate(tensors.pop(name))}
     if divisors is not None:
         tensors["rope_freqs.weight"] = divisors
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     keys = {f"{architecture}.{key}": value for key, value in {**_common(config), **metadata}.items()}
     keys["tokenizer.ggml.tokens"] = [f"t{i}" for i in range(config.vocab_size)]
     return write_gguf(path, keys, tensors, architecture)
 
 
+def _expert_tensors(names: Any, name: str, value: NDArray) -> dict[str, NDArray]:
+    """A stack under its names in GGUF, which has gate and up apart."""
+    stem, kind = name.rsplit(".", 1)
+    parts = (
+        {"down_proj": value}
+        if kind == "down_proj"
+        else dict(zip(("gate_proj", "up_proj"), np.split(value, 2, 1), strict=True))
+    )
+    return {f"{names.get_name(f'{stem}.{part}')}.weight": np.ascontiguousarray(t) for part, t in parts.items()}
+
+
 def _converted(config: Any, name: str, value: NDArray) -> NDArray:
     """What llama.cpp's converters do: llama's q and k rows are paired up, Gemma's norms gain 1, NeoX's q, k, v part."""
     heads = config.num_attention_heads
-    if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+    if name.endswith("shared_expert_gate.weight"):
+        return value[0]  # converters squeeze
+    if config.model_type in ("llama", "mixtral", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
         count = heads if "q_proj" in name else config.num_key_value_heads
         return value.reshape(count, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-    if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+    if config.model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         return value + 1
     if "query_key_value" in name:
         return value.reshape(heads, 3, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
@@ -57,6 +93,9 @@ def _common(config: Any) -> dict[str, Any]:
     }
     if config.model_type == "gpt_neox":
         return {**keys, "attention.layer_norm_epsilon": config.layer_norm_eps}
+    if config.model_type == "starcoder2":
+        kv = {"attention.head_count_kv": config.num_key_value_heads}
+        return {**keys, **kv, "attention.layer_norm_epsilon": config.norm_epsilon}
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         **keys,

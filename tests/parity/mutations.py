@@ -12,6 +12,8 @@ from torch import Tensor
 from plait.model.config import AttentionSpec, LayerSpec, ModelConfig, NormSpec, RotarySpec
 from plait.model.decoder import Decoder, build
 from plait.model.rope import rope_frequencies
+from plait.ops.spec import Pairing
+from tests.parity import dense_mutations, mixture_mutations
 
 State = dict[str, Tensor]
 
@@ -43,12 +45,18 @@ def mutations(config: ModelConfig, state: State) -> Iterator[Mutation]:
         yield Mutation(name, wrong, state, *least)
     for name, wrong_state in _weight_faults(config, state):
         yield Mutation(name, config, wrong_state)
+    for name, wrong, wrong_state in mixture_mutations.state_faults(config, state):
+        yield Mutation(name, wrong, wrong_state)
+    for name, wrong, wrong_state in dense_mutations.state_faults(config, state):
+        yield Mutation(name, wrong, wrong_state)
 
 
 def _config_faults(c: ModelConfig) -> Iterator[tuple]:
     first = c.layers[0]
     yield from _attention_faults(c)
     yield from _norm_faults(c)
+    yield from mixture_mutations.config_faults(c)
+    yield from dense_mutations.config_faults(c)
     for index, table in enumerate(c.rotary):
         for name, wrong in _rotary_faults(table):
             yield f"rotary table {index}: {name}", _with_table(c, index, wrong)
@@ -81,11 +89,11 @@ def _config_faults(c: ModelConfig) -> Iterator[tuple]:
 def _attention_faults(c: ModelConfig) -> Iterator[tuple]:
     a = c.layers[0].attention
     yield "softmax scale x1.1", _attention(c, lambda a: replace(a, scale=a.scale * 1.1))
-    yield "attention soft cap on", _attention(c, lambda a: replace(a, soft_cap=2.0))
+    yield "attention soft cap on", _attention(c, lambda a: replace(a, soft_cap=0.5))
     for letter in "qvo":  # a key bias adds one number to all scores of a query: softmax does not see it before rotation
         if getattr(a, f"{letter}_bias"):
             yield f"{letter} bias dropped", _attention(c, lambda a, n=f"{letter}_bias": replace(a, **{n: False}))
-    if a.k_bias and a.head_norm is None:
+    if a.k_bias and a.head_norm is None and a.rotary is not None:
         yield "k bias dropped", _attention(c, lambda a: replace(a, k_bias=False))
     if a.head_norm is not None:
         yield "head norms off", _attention(c, lambda a: replace(a, head_norm=None))
@@ -96,9 +104,12 @@ def _attention_faults(c: ModelConfig) -> Iterator[tuple]:
         yield "windows of the neighbouring layer", _rotate_windows(c)
     else:
         yield "window on", _attention(c, lambda a: replace(a, window=9))
-    assert a.rotary is not None
-    if a.rotary.width > 2:
-        yield "adjacent features pair up", _rotary_use(c, pairing="adjacent")
+    rotary = next((layer.attention.rotary for layer in c.layers if layer.attention.rotary is not None), None)
+    if rotary is None:
+        return
+    if rotary.width > 2:
+        other: Pairing = "halves" if rotary.pairing == "adjacent" else "adjacent"
+        yield f"pairs by {other}", _rotary_use(c, pairing=other)
     yield "no rotation", _attention(c, lambda a: replace(a, rotary=None))
 
 
@@ -113,8 +124,11 @@ def _norm_faults(c: ModelConfig) -> Iterator[tuple]:
             with_norms(c, lambda n: replace(n, kind="layer", unit_offset=False), heads=False),
         )
     else:
-        yield "RMS norm for layer norm", with_norms(c, lambda n: replace(n, kind="rms"))
-        yield "norm biases dropped", with_norms(c, lambda n: replace(n, bias=False))
+        yield "RMS norm for layer norm", with_norms(c, lambda n: replace(n, kind="rms"), heads=False)
+        if c.final_norm.bias:
+            yield "norm biases dropped", with_norms(c, lambda n: replace(n, bias=False))
+        if c.final_norm.weight:
+            yield "1 + w read as w, or w as 1 + w", with_norms(c, lambda n: replace(n, unit_offset=not n.unit_offset))
     if c.layers[0].post_attention_norm is not None:
         yield "no norm after attention", _layers(c, lambda layer: replace(layer, post_attention_norm=None))
         yield "no norm after feed-forward", _layers(c, lambda layer: replace(layer, post_feed_forward_norm=None))
@@ -124,7 +138,7 @@ def _rotary_faults(table: RotarySpec) -> Iterator[tuple[str, RotarySpec]]:
     yield "theta x2", replace(table, theta=2 * table.theta)
     if table.width == table.head_width:
         half = table.width // 4 * 2
-        if half:
+        if half and table.rope_type != "longrope":
             yield "half of the features rotate", replace(table, width=half)
     else:
         yield "all features rotate", replace(table, width=table.head_width)
@@ -135,7 +149,8 @@ def _rotary_faults(table: RotarySpec) -> Iterator[tuple[str, RotarySpec]]:
         yield "linear scaling 2 on", replace(table, rope_type="linear", scaling={"factor": 2.0})
         return
     yield "scaling off", replace(table, rope_type="default", scaling={})
-    if table.rope_type != "yarn":
+    yield from dense_mutations.rotary_faults(table)
+    if table.rope_type in ("linear", "llama3"):
         yield "factor x1.1", replace(table, scaling={**s, "factor": s["factor"] * 1.1})
     if table.rope_type == "llama3":
         for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):

@@ -76,13 +76,16 @@ def reference_model(case: Case, attention: str = "eager") -> Any:
     raw = json.loads(json.dumps(case.raw))  # transformers changes nested dictionaries that it is given
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     config.eos_token_id = config.pad_token_id = config.bos_token_id = None
+    # Its grouped matrix products need sizes that are multiples of 16 bytes.
+    config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     randomise(model, seed_of(str(case)))
     return model
 
 
 def randomise(model: Any, seed: int) -> None:
-    """Matrices sd 1/sqrt(fan_in), head 1.5/sqrt(fan_in), embeddings sd 1.5 (tied 0.4), 1-D parameters sd 0.3."""
+    """Matrices sd 1/sqrt(fan_in), head 1.5/sqrt(fan_in), routers 3/sqrt(fan_in), embeddings sd 1.5 (tied 0.4), 1-D
+    parameters sd 0.3."""
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -93,10 +96,19 @@ def randomise(model: Any, seed: int) -> None:
             if parameter is embedding:
                 parameter.copy_(noise * (0.4 if tied else 1.5))
             elif parameter.ndim > 1:
-                parameter.copy_(noise * (1.5 if parameter is head else 1.0) / parameter.shape[1] ** 0.5)
+                gain = 1.5 if parameter is head else 3.0 if is_router(name) else 1.0
+                parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
             else:
                 default = 0.0 if name.endswith("bias") or offset_norms else 1.0
                 parameter.copy_(default + 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+
+
+def is_router(name: str) -> bool:
+    """Whether this parameter of a transformers model is the matrix of a router."""
+    return name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".block_sparse_moe.router.weight"))
 
 
 def prove(case: Case, directory: Path) -> Proved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from plait.model.config import ModelConfig
+from plait.model.config import MixtureSpec, ModelConfig
 from plait.model.families import parse_config
 from tests.parity.cases import Case
 
@@ -18,9 +18,14 @@ def switches(c: ModelConfig) -> Vector:
     windows = [layer.attention.window for layer in c.layers]
     tables = {table.rope_type: table for table in c.rotary}
     yarn = tables["yarn"].scaling if "yarn" in tables else {}
+    mixtures = [layer.feed_forward for layer in c.layers if isinstance(layer.feed_forward, MixtureSpec)]
+    m = mixtures[0] if mixtures else None
     return {
         "head tied to the embedding": c.tie_embeddings,
         "embedding multiplied": c.embedding_scale != 1.0,
+        "learned positions": c.position_rows > 0,
+        "logits multiplied": c.logit_scale != 1.0,
+        "head with a bias": c.head_bias,
         "logits soft-capped": c.logit_soft_cap > 0,
         "grouped queries": 1 < a.num_kv_heads < a.num_heads,
         "a single kv head": a.num_kv_heads == 1,
@@ -30,24 +35,49 @@ def switches(c: ModelConfig) -> Vector:
         "k bias": a.k_bias,
         "v bias": a.v_bias,
         "o bias": a.o_bias,
-        "norm per q and k head": a.head_norm is not None,
+        "norm per q and k head": a.head_norm is not None and a.head_norm_over != "projection",
+        "norm over all q and k heads": a.head_norm is not None and a.head_norm_over == "projection",
+        "weights of its own for each head's norm": a.head_norm_over == "own_head",
+        "q and k normed after rotary": a.head_norm_after_rotary,
+        "q, k and v clipped": a.clip > 0,
+        "attention soft-capped": a.soft_cap > 0,
         "window on every layer": all(windows),
         "window on some layers": any(windows) and not all(windows),
         "several rotary tables": len(c.rotary) > 1,
+        "some layers do not rotate": len({layer.attention.rotary is None for layer in c.layers}) > 1,
+        "adjacent features pair up": a.rotary is not None and a.rotary.pairing == "adjacent",
         "part of the head rotates": a.rotary is not None and a.rotary.width < a.key_width,
         "rope linear": "linear" in tables,
         "rope llama3": "llama3" in tables,
         "rope yarn": "yarn" in tables,
+        "rope longrope": "longrope" in tables,
+        "rope alpha": "ntk_alpha" in tables,
         "yarn: mscale": bool(yarn.get("mscale")),
         "yarn: attention_factor": "attention_factor" in yarn,
         "yarn: truncate false": yarn.get("truncate") is False,
-        "layer norm": first.pre_attention_norm is not None and first.pre_attention_norm.kind == "layer",
+        "layer norm": c.final_norm.kind == "layer",
         "norm weight stored as w of 1 + w": c.final_norm.unit_offset,
         "norms after the branches": first.post_attention_norm is not None,
         "eps large enough to matter": c.final_norm.eps >= 0.01,
         "parallel residual": first.parallel,
+        "one norm for both branches": first.shared_norm,
+        "branches multiplied": first.branch_scale != 1.0,
+        "no norm before the branches": first.pre_attention_norm is None,
+        "norm without parameters": not c.final_norm.weight,
+        "layer norm without a bias": c.final_norm.kind == "layer" and not c.final_norm.bias,
         "gated feed-forward": f.gated,
         "feed-forward biases": f.up_bias and f.down_bias,
+        "mixture of experts": m is not None,
+        "dense layers among mixtures": 0 < len(mixtures) < len(c.layers),
+        "a single expert per token": m is not None and m.router.top_k == 1,
+        "router: sigmoid of the logits": m is not None and m.router.scores == "sigmoid",
+        "router: softmax over the chosen": m is not None and m.router.scores == "topk_softmax",
+        "router: selection bias": m is not None and m.selection_bias,
+        "router: groups": m is not None and m.router.groups > 0,
+        "router: weights scaled": m is not None and m.router.scale != 1.0,
+        "router: renormalised": m is not None and m.router.renormalises,
+        "shared expert": m is not None and m.shared is not None,
+        "shared expert behind a gate": m is not None and m.shared_gate,
         "activation silu": f.activation == "silu",
         "activation gelu (exact)": f.activation == "gelu",
         "activation gelu (tanh)": f.activation == "gelu_tanh",

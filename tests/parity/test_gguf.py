@@ -11,6 +11,7 @@ import torch
 
 import plait
 from plait.verify.run import verify
+from plait.weights.sources import open_source
 from tests.parity.cases import Case
 from tests.parity.forwards import plain
 from tests.parity.gguf_export import write_model
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 _SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 101, "max_position_embeddings": 128}
 _GROUPED = {**_SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+_COUNTS = {"expert_count": 5, "expert_used_count": 2}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -70,6 +73,49 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "qwen3": ({"model_type": "qwen3", **_GROUPED, "head_dim": 24, "rope_theta": 300.0}, {"rope.freq_base": 300.0}),
+    "qwen3moe": (
+        {
+            "model_type": "qwen3_moe",
+            **_GROUPED,
+            **_EXPERTS,
+            "moe_intermediate_size": 36,
+            "norm_topk_prob": True,
+            "head_dim": 24,
+            "rope_theta": 300.0,
+        },
+        {**_COUNTS, "rope.freq_base": 300.0, "expert_feed_forward_length": 36},
+    ),
+    "qwen2moe": (
+        {
+            "model_type": "qwen2_moe",
+            **_GROUPED,
+            **_EXPERTS,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 44,
+            "rope_theta": 300.0,
+        },
+        {
+            **_COUNTS,
+            "rope.freq_base": 300.0,
+            "expert_feed_forward_length": 36,
+            "expert_shared_feed_forward_length": 44,
+        },
+    ),
+    "llama with experts": (
+        {
+            "model_type": "mixtral",
+            **_GROUPED,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_theta": 500.0,
+            "tie_word_embeddings": True,
+        },
+        {**_COUNTS, "rope.freq_base": 500.0},
+    ),
+    "olmoe": (
+        {"model_type": "olmoe", **_GROUPED, **_EXPERTS, "rope_theta": 500.0, "num_key_value_heads": 4},
+        {**_COUNTS, "rope.freq_base": 500.0},
+    ),
     "gemma3": (
         {
             "model_type": "gemma3_text",
@@ -88,6 +134,90 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attention.sliding_window": 9,
         },
     ),
+    "gemma2": (
+        {
+            "model_type": "gemma2",
+            **_GROUPED,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+            "rope_theta": 300.0,
+        },
+        {
+            "rope.freq_base": 300.0,
+            "attention.sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "phi3": (
+        {
+            "model_type": "phi3",
+            **_GROUPED,
+            "pad_token_id": None,
+            "sliding_window": 9,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 300.0,
+        },
+        {"rope.freq_base": 300.0, "rope.dimension_count": 8, "attention.sliding_window": 9},
+    ),
+    "phi3, longrope": (
+        {
+            "model_type": "phi3",
+            **_GROUPED,
+            "pad_token_id": None,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0],
+                "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 13.0],
+            },
+        },
+        {
+            "rope.scaling.original_context_length": 32,
+            # sqrt(1 + ln(128 / 32) / ln(32))
+            "rope.scaling.attn_factor": 1.1832159566199232,
+        },
+    ),
+    "olmo2": (
+        {"model_type": "olmo2", **_GROUPED, "rms_norm_eps": 0.02, "rope_theta": 300.0},
+        {"rope.freq_base": 300.0},
+    ),
+    "starcoder2": (
+        {"model_type": "starcoder2", **_GROUPED, "norm_epsilon": 0.02, "rope_theta": 300.0},
+        {"rope.freq_base": 300.0},
+    ),
+    "granite": (
+        {
+            "model_type": "granite",
+            **_GROUPED,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "rope_theta": 300.0,
+        },
+        {
+            "rope.freq_base": 300.0,
+            "embedding_scale": 3.0,
+            "attention.scale": 0.4,
+            "residual_scale": 0.6,
+            "logit_scale": 0.5,
+        },
+    ),
+    "smollm3": (
+        {
+            "model_type": "smollm3",
+            **_GROUPED,
+            "num_hidden_layers": 5,
+            "pad_token_id": None,
+            "tie_word_embeddings": False,
+            "rope_theta": 300.0,
+        },
+        {"rope.freq_base": 300.0},
+    ),
     "gptneox": (
         {
             "model_type": "gpt_neox",
@@ -101,6 +231,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope.freq_base": 300.0, "rope.dimension_count": 8, "use_parallel_residual": False},
     ),
 }
+
+
+# What transformers' GGUF loader does not read.
+UNREAD = ("gptneox", "llama with experts", "olmoe", "olmo2", "granite", "smollm3")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +262,17 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_written_from(files, na
     assert distance(plain(plait.load(path, "fp32"), ids), reference) <= tolerance(reference)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gptneox"])
+def test_the_files_of_old_converters_have_one_tensor_per_expert(files, tmp_path):
+    """blk.0.ffn_gate.3.weight instead of the fourth slice of blk.0.ffn_gate_exps.weight."""
+    model, path = files("llama with experts")
+    old = write_model(model, tmp_path / "old.gguf", old_experts=True, **MODELS["llama with experts"][1])
+    names = open_source(old).names()
+    assert "blk.0.ffn_gate.4.weight" in names and not any("_exps" in name for name in names)
+    expected, found = (dict(plait.load(p, "fp32").named_parameters()) for p in (path, old))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in UNREAD])
 def test_verify_compares_with_the_gguf_loader_of_transformers(files, name: str):
     _, path = files(name)
     result = verify(path, length=40, new_tokens=4, threads=1, kv_memory="8MiB")
@@ -158,8 +302,9 @@ def test_verify_finds_a_zeroed_layer_of_a_gguf_file(files, tmp_path, name: str):
     assert [c.first_wrong for c in result.comparisons] == [0] * 4
 
 
-def test_verify_says_when_the_reference_shares_our_reading(files):
-    _, path = files("gptneox")
+@pytest.mark.parametrize("name", UNREAD)
+def test_verify_says_when_the_reference_shares_our_reading(files, name: str):
+    _, path = files(name)
     result = verify(path, length=40, new_tokens=4, threads=1, kv_memory="8MiB")
     assert result.passed
     assert any("shares plait's reader, name map and configuration" in note for note in result.notes)

@@ -22,6 +22,7 @@ COMMON = {
     "feed_forward_length": 128,
     "attention.head_count": 8,
 }
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
 RMS = {"attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
 
 
@@ -292,7 +293,15 @@ def test_gemma3_softmax_scale_is_the_head_width_except_in_the_27b() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "experts": ("llama", {"expert_count": 8, "expert_used_count": 2}, "expert_count is 8: mixture of experts"),
+    "experts": ("qwen3", {"expert_count": 8, "expert_used_count": 2}, "count is "),
+    "sigmoid router": ("qwen3moe", {**EXPERTS, "expert_gating_func": 2}, "expert_gating_func is 2: a router"),
+    "other weights": ("qwen3moe", {**EXPERTS, "expert_weights_norm": False}, "expert_weights_norm is False"),
+    "renormalised": ("olmoe", {**EXPERTS, "expert_weights_norm": True}, "expert_weights_norm is True"),
+    "scaled experts": ("qwen2moe", {**EXPERTS, "expert_weights_scale": 2.5}, "expert_weights_scale is 2.5"),
+    "groups": ("llama", {**EXPERTS, "expert_group_count": 2}, "expert_group_count is 2"),
+    "shared experts": ("llama", {**EXPERTS, "expert_shared_count": 1}, "expert_shared_count is 1"),
+    "experts without a number": ("qwen3moe", {"expert_count": 8}, "qwen3moe.expert_used_count is missing"),
+    "no experts": ("qwen3moe", {"expert_count": 0, "expert_used_count": 2}, "num_experts is 0"),
     "unknown key": ("llama", {"attention__sigmoid": 1}, "llama.attention.sigmoid"),
     "window": ("qwen2", {"attention__sliding_window": 64}, "sliding_window is 64"),
     "not causal": ("llama", {"attention__causal": False}, "attention.causal is False"),
@@ -335,9 +344,33 @@ def test_harmless_values_of_such_keys_are_fine() -> None:
     assert config("llama", **keys, attention__head_count_kv=[2, 2])["num_key_value_heads"] == 2
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "mamba", "", None, 5])
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        (
+            "qwen3moe",
+            {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "moe_intermediate_size": 64},
+        ),
+        ("qwen2moe", {"model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": 128}),
+        ("llama", {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 128}),
+        ("olmoe", {"model_type": "olmoe", "num_experts": 8, "norm_topk_prob": False, "intermediate_size": 128}),
+    ],
+)
+def test_files_that_count_experts_are_mixtures(architecture: str, expected: dict[str, Any]) -> None:
+    """Two experts of eight; their width, where no key has it, is half of the feed-forward's 128 (llama.cpp)."""
+    found = config(architecture, **EXPERTS)
+    assert found["num_experts_per_tok"] == 2
+    assert expected.items() <= found.items()
+    if architecture == "qwen2moe":
+        widths = {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40}
+        found = config(architecture, **EXPERTS, **widths)
+        assert (found["moe_intermediate_size"], found["shared_expert_intermediate_size"]) == (24, 40)
+
+
+@pytest.mark.parametrize("architecture", ["qwen4moe", "mamba", "", None, 5])
 def test_an_architecture_that_is_not_in_the_table_is_named(architecture: Any) -> None:
-    with pytest.raises(ConfigError, match=r"not supported yet \(supported: gemma3, gptneox, llama, qwen2, qwen3\)"):
+    known = r".*gemma3, .*llama, .*qwen3, qwen3moe"
+    with pytest.raises(ConfigError, match=rf"not supported yet \(supported: {known}"):
         gguf_config({"general.architecture": architecture}, {})
 
 

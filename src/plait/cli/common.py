@@ -56,7 +56,7 @@ def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> N
             "--run-ahead",
             type=milliseconds,
             metavar="MS",
-            help="how long greedy decoding may go on before anything else is looked at; 0: one step (default: 20)",
+            help="how long greedy decoding may go on before anything else is looked at; 0: one step (default: 40)",
         )
         group.add_argument(
             "--generation-config",

@@ -94,7 +94,9 @@ def _show_facts(facts: dict[str, Any]) -> None:
         print(f"  {name:<18} {value}")
     if facts["supported"]:
         counts = ", ".join(f"{k} {v:,}" for k, v in config["parameters"].items() if k not in ("total", "active") and v)
-        print(f"  {'parameters':<18} {config['parameters']['total']:,} ({counts})")
+        total, active = config["parameters"]["total"], config["parameters"]["active"]
+        of_them = "" if active == total else f", {active:,} active for a token"
+        print(f"  {'parameters':<18} {total:,}{of_them} ({counts})")
     _section(f"tensors: {tensors['count']:,} in {tensors['files']} file(s), {_size(tensors['bytes'])}")
     rows = [
         (f"  {name}", f"{f['tensors']:,}", f"{f['numbers']:,}", _size(f["bytes"]))

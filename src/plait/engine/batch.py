@@ -30,8 +30,11 @@ class Batch:
     hidden_rows: list[tuple[SequenceState, int]]
 
 
-def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batch:
-    """Lay the scheduled tokens out one after another; takes the queued copies along."""
+def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_reach: bool = False) -> Batch:
+    """Lay the scheduled tokens out one after another; takes the queued copies along.
+
+    with_reach: the model's rotary table depends on the most tokens that a sequence will have (StepInputs.reach).
+    """
     query_start = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(np.fromiter(counts.values(), np.int32, len(counts)), out=query_start[1:])
     context_len = np.fromiter((s.num_computed + n for s, n in counts.items()), np.int32, len(counts))
@@ -55,5 +58,8 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batc
         block_table=manager.block_tables([s.held for s in counts]),
         copies=manager.take_copies(),
     )
-    inputs = StepInputs(sequences=sequences, logit_rows=np.asarray(rows, np.int32))
+    reach = None
+    if with_reach:
+        reach = np.repeat([s.owner.max_total_tokens for s in counts], list(counts.values())).astype(np.int32)
+    inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=np.asarray(rows, np.int32))
     return Batch(np.concatenate(ids, dtype=np.int32), inputs, counts, wanted, sampled, hidden)

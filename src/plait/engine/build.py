@@ -11,6 +11,7 @@ from plait.engine.loading import LoadedModel, check_device, choose_plan, is_deco
 from plait.errors import CapacityError, PlaitError, UsageError
 from plait.kernels.native import available_memory_bytes, native_library, reason
 from plait.memory.layout import CacheLayout, make_layout
+from plait.model.rope import short_rope_tokens
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
@@ -193,6 +194,7 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         eos_token_ids=frozenset(config.eos_token_ids) | loaded.eos_token_ids,
+        short_rope_tokens=short_rope_tokens(config.rotary),
         **options,
     )
     bundle = EngineBundle(engine, loaded, length, "reference" if loaded.native is None else "native", loaded.precision)

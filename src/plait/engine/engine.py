@@ -66,7 +66,8 @@ class Engine:
         max_logprobs: int = 20,
         max_prompt_rows: int = 256,
         seed: int | None = None,
-        run_ahead_s: float = 0.02,
+        run_ahead_s: float = 0.04,
+        short_rope_tokens: int = 0,
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise RequestError(f"policy must be 'fcfs' or 'priority', got {policy!r}", field="policy")
@@ -92,6 +93,7 @@ class Engine:
         self.executor = executor
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.short_rope_tokens = short_rope_tokens
         self.blocks = BlockManager(executor.layout, executor.num_blocks, prefix_caching, chunk_tokens=budget)
         self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_prompt_rows)
         sampled_ids = executor.sampled_ids
@@ -133,6 +135,7 @@ class Engine:
             seed,
             end_ids=self.eos_token_ids | request.eos_token_ids,
             max_total_tokens=total,
+            long_rope=0 < self.short_rope_tokens < total,
             order=self._arrivals,
             timing=RequestTiming(time.monotonic() if request.arrival_s is None else request.arrival_s),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
@@ -232,7 +235,7 @@ class Engine:
                 return self._give_up_on_first()
         if not counts:
             return []
-        batch = build_batch(counts, self.blocks)
+        batch = build_batch(counts, self.blocks, with_reach=self.short_rope_tokens > 0)
         now = time.monotonic()
         for seq in counts:
             if seq.owner.timing.first_scheduled_s is None:

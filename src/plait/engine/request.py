@@ -40,6 +40,7 @@ class RequestState:
 
     max_total_tokens: prompt and output together end here. order: by arrival. choices: unfinished ones that exist;
     the others are forked from choice 0 when the prompt has been computed (`forked` then).
+    long_rope: max_total_tokens exceeds the context that the short of two rotary tables is for.
     prompt_logprobs: what has been collected, in order of position; None when not asked for or handed out.
     pooled: what has been collected of hidden states, where the request asks for them.
     """
@@ -50,6 +51,7 @@ class RequestState:
     max_total_tokens: int
     order: int
     timing: RequestTiming
+    long_rope: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: Pooled | None = None
     num_cached_tokens: int | None = None
@@ -67,7 +69,9 @@ class RequestState:
 
     @property
     def salt(self) -> tuple:
-        return () if self.request.cache_salt is None else (("salt", self.request.cache_salt),)
+        """What its keys and values depend on beside the tokens (`BlockManager.new_sequence`)."""
+        salt = () if self.request.cache_salt is None else (("salt", self.request.cache_salt),)
+        return (*salt, ("rope", "long")) if self.long_rope else salt
 
     @property
     def missing_prompt_rows(self) -> range:

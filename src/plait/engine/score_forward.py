@@ -84,7 +84,8 @@ class PlanForward:
             stop = min(start + self.chunk, len(ids))
             rows = np.arange(max(scored_from, start), stop, dtype=np.int32) - start
             sequences = Sequences(np.array([0, stop - start], np.int32), np.array([stop], np.int32), self._table)
-            inputs = StepInputs(sequences=sequences, logit_rows=rows)
+            reach = np.full(stop - start, len(ids), np.int32)
+            inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=rows)
             result = self._executor.execute(ids[start:stop], inputs, logits=len(rows) > 0)
             if len(rows):
                 found += _chosen(result.logits, wanted[start + rows[0] - scored_from : stop - scored_from])

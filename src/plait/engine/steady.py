@@ -42,7 +42,7 @@ class SteadyBatch:
         self._query_start = np.arange(len(seqs) + 1, dtype=np.int32)
         self._logit_rows = self._query_start[:-1]
         self._capacity = np.array([held.capacity_tokens for held in self.blocks])
-        self._max_total = np.array([seq.owner.max_total_tokens for seq in seqs])
+        self._max_total = np.array([seq.owner.max_total_tokens for seq in seqs], np.int32)
         self._table = manager.block_tables(self.blocks)
         self._ahead: list[int] = []  # sequences that hold blocks for more than one step
 
@@ -67,7 +67,7 @@ class SteadyBatch:
         sequences = Sequences(
             self._query_start, context_len, block_table=self._table, copies=self._manager.take_copies()
         )
-        return StepInputs(sequences=sequences, logit_rows=self._logit_rows), steps
+        return StepInputs(sequences=sequences, reach=self._max_total, logit_rows=self._logit_rows), steps
 
     def take(self, tokens: NDArray[np.int32]) -> list[list[int]]:
         """What T >= 1 steps have brought, int32 [T, S], the last to be computed next: per sequence its new tokens.

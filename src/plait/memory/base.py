@@ -17,6 +17,17 @@ class MemoryStep:
     """
 
     positions: Any
+    _reach: Any = None
+
+    @property
+    def reach(self) -> Any:
+        """The most tokens that each token's sequence will ever have, shaped like the ids."""
+        if self._reach is None:
+            raise UsageError(
+                "this model's rotary embedding (longrope) depends on how long a sequence will become:"
+                " give StepInputs.reach"
+            )
+        return self._reach
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
         """q [..., H, dk], k [..., Hk, dk], v [..., Hk, dv] of a layer -> [..., H, dv].
@@ -47,10 +58,12 @@ def refuse_inputs(inputs: StepInputs, memory: str, *names: str) -> None:
 class SymbolicMemory:
     """The memory that a forward is recorded with: positions are an input of the recording, attention an operation."""
 
-    def __init__(self, positions: Any) -> None:
+    def __init__(self, positions: Any, reach: Any = None) -> None:
         self._positions = positions
+        self._reach = reach
 
     def begin(self, ids: Any, inputs: StepInputs | None) -> MemoryStep:
         step = MemoryStep()
         step.positions = self._positions
+        step._reach = self._reach
         return step

@@ -60,7 +60,9 @@ class DenseMemory:
             counted = self._valid[:, :end].long().cumsum(-1) - 1
             self._positions[:, start:end] = counted[:, start:].clamp(min=0)
         self.length = end
-        return DenseStep(self, start, end)
+        step = DenseStep(self, start, end)
+        step._reach = None if inputs.reach is None else torch.as_tensor(inputs.reach, device=ids.device).view_as(ids)
+        return step
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row rows[b] was (beams)."""

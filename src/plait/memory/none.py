@@ -46,7 +46,23 @@ class NoMemoryStep(MemoryStep):
             positions = self._derived_positions(rows, length, device)
         self._positions = positions
         self.positions = positions[0] if self._flat else positions
+        self._reach = (
+            None if inputs.reach is None else torch.as_tensor(inputs.reach, device=device).view_as(self.positions)
+        )
         self._masks: dict[int, Tensor | None] = {}
+
+    @property
+    def reach(self) -> Tensor:
+        """Given, or the length of what is there: the last position of the row and segment, and one."""
+        if self._reach is None:
+            ends = self._positions + 1
+            segments = (
+                torch.zeros_like(ends) if self._segments is None else self._segments.unique(return_inverse=True)[1]
+            )
+            longest = torch.zeros(len(ends), int(segments.max()) + 1, dtype=ends.dtype, device=ends.device)
+            reach = longest.scatter_reduce(1, segments, ends, "amax").gather(1, segments)
+            self._reach = reach[0] if self._flat else reach
+        return self._reach
 
     def _derived_positions(self, rows: int, length: int, device: torch.device) -> Tensor:
         """Order within the row; counted from the first real token (left padding) and anew in each segment."""

@@ -67,6 +67,7 @@ class PagedMemory:
         positions = inputs.positions
         step.positions = torch.from_numpy(sequences.positions()) if positions is None else torch.as_tensor(positions)
         step.positions = step.positions.to(self.device)
+        step._reach = None if inputs.reach is None else torch.as_tensor(inputs.reach).to(self.device)
         return step
 
     def copy_blocks(self, pairs: NDArray[np.int32]) -> None:

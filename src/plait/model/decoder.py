@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.memory.base import Memory
+from plait.memory.base import Memory, MemoryStep
 from plait.memory.none import NoMemory
-from plait.model.config import ModelConfig
+from plait.model.config import ModelConfig, keeps_float32
 from plait.model.families import parse_config
 from plait.model.layers import Layer, Norm
 from plait.model.rope import rotary_table
 from plait.ops import functional as ops
+from plait.ops.spec import RotaryTable
 from plait.ops.step import StepInputs
 
 
@@ -42,13 +43,23 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
 
+class Head(Embedding):
+    """The table [V, D] that hidden states are compared with, and where the switch says so a bias [V]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, bias: bool) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+
+
 class Backbone(nn.Module):
-    """Embedding, layers and final norm, named as in Llama checkpoints."""
+    """Embedding, layers and final norm, named as in Llama checkpoints; learned positions are `embed_positions`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, d)
+        if config.position_rows:
+            self.embed_positions = Embedding(config.position_rows, d)
         self.layers = nn.ModuleList(Layer(spec, d, config.hidden_dropout) for spec in config.layers)
         self.norm = Norm(config.final_norm, d)
 
@@ -66,7 +77,7 @@ class Decoder(nn.Module):
         self.source: Path | None = None
         self.load_report: Any = None
         self.model = Backbone(config)
-        self.lm_head = Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = Head(config.vocab_size, config.hidden_size, config.head_bias)
         self.rotary_tables = [rotary_table(spec) for spec in config.rotary]
         self.tie()
 
@@ -82,6 +93,15 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What torch moves and casts a module with (`to`, `half`, ...): routers move, and stay float32."""
+        kept = {name: p.data for name, p in self.named_parameters() if keeps_float32(name)}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            if name in kept and parameter.dtype != kept[name].dtype:
+                parameter.data = kept[name].to(parameter.device)
+        return self
 
     def forward(
         self,
@@ -101,9 +121,11 @@ class Decoder(nn.Module):
         step = memory.begin(ids, inputs)
         table = self.model.embed_tokens.weight
         x = ops.embed(ids, table, scale=c.embedding_scale, round_scale=c.round_embedding_scale)
-        if self.training and c.hidden_dropout:
-            x = ops.dropout(x, p=c.hidden_dropout)
-        angles = [ops.positions(step.positions, inv_freq=t.inv_freq, magnitude=t.magnitude) for t in self.rotary_tables]
+        if c.position_rows:
+            x = ops.add(x, ops.embed(step.positions, self.model.embed_positions.weight, offset=c.position_offset))
+        if self.training and c.embedding_dropout:
+            x = ops.dropout(x, p=c.embedding_dropout)
+        angles = [_angles(step, table) for table in self.rotary_tables]
         for index, layer in enumerate(self.model.layers):
             x = layer(x, index, angles, step)
             if trace is not None and index in trace.layers:
@@ -114,7 +136,13 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., D]."""
-        x = ops.logits(hidden, self.lm_head.weight)
+        head = self.lm_head
+        # The factor meets the hidden states and not the logits: fewer numbers, and the product stays last.
+        x: Any = hidden if self.config.logit_scale == 1.0 else ops.scale(hidden, factor=self.config.logit_scale)
+        if head.bias is None:
+            x = ops.logits(x, head.weight)
+        else:
+            x = ops.cast(ops.linear(x, head.weight, head.bias), dtype="f32")
         return ops.soft_cap(x, limit=self.config.logit_soft_cap) if self.config.logit_soft_cap else x
 
     def param_counts(self) -> dict[str, int]:
@@ -127,6 +155,15 @@ class Decoder(nn.Module):
         from plait.weights.export import save_pretrained
 
         save_pretrained(self, Path(directory))
+
+
+def _angles(step: MemoryStep, table: RotaryTable) -> Any:
+    """cos and sin for the step's tokens, [..., 2, d/2]."""
+    common = {"inv_freq": table.inv_freq, "magnitude": table.magnitude}
+    if not table.long_inv_freq:
+        return ops.positions(step.positions, **common)
+    long = {"long_inv_freq": table.long_inv_freq, "original": table.original}
+    return ops.positions_by_reach(step.positions, step.reach, **common, **long)
 
 
 @contextmanager
@@ -158,9 +195,9 @@ def from_config(raw: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torc
         for module in decoder.modules():
             if isinstance(module, Norm) and module.weight is not None:
                 module.weight.fill_(0.0 if module.spec.unit_offset else 1.0)
-            bias = getattr(module, "bias", None)
-            if isinstance(bias, nn.Parameter):
-                bias.zero_()
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
     return decoder
 
 

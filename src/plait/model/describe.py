@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RotarySpec
+from plait.model.config import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    MixtureSpec,
+    ModelConfig,
+    NormSpec,
+    RotarySpec,
+)
 
 
 def describe(config: ModelConfig) -> list[tuple[str, str]]:
@@ -20,6 +28,12 @@ def describe(config: ModelConfig) -> list[tuple[str, str]]:
     lines += [(f"rotary table {i}", rotary(spec)) for i, spec in enumerate(config.rotary)]
     if config.embedding_scale != 1.0:
         lines.append(("embedding scale", f"{config.embedding_scale:g}"))
+    if config.position_rows:
+        lines.append(("learned positions", f"{config.position_rows:,} rows, the first for -{config.position_offset}"))
+    if config.logit_scale != 1.0:
+        lines.append(("logit scale", f"{config.logit_scale:g}"))
+    if config.head_bias:
+        lines.append(("head", "with a bias"))
     if config.logit_soft_cap:
         lines.append(("logit soft-cap", f"{config.logit_soft_cap:g}"))
     for indices, spec in kinds_of_layers(config.layers):
@@ -60,6 +74,8 @@ def layer(spec: LayerSpec) -> list[str]:
         if one is not None
     ]
     branches = "branches side by side; " if spec.parallel else ""
+    branches += "one norm for both; " if spec.shared_norm else ""
+    branches += f"branches x {spec.branch_scale:g}; " if spec.branch_scale != 1.0 else ""
     return [attention(spec.attention), feed_forward(spec.feed_forward), branches + "norms " + ", ".join(norms)]
 
 
@@ -80,15 +96,42 @@ def attention(spec: AttentionSpec) -> str:
     if biased:
         parts.append("biases on " + ", ".join(biased))
     if spec.head_norm is not None:
-        parts.append(f"q/k norm per head ({norm(spec.head_norm)})")
+        over = {"head": "per head", "own_head": "per head, weights of its own", "projection": "over all heads"}
+        after = ", after rotary" if spec.head_norm_after_rotary else ""
+        parts.append(f"q/k norm {over[spec.head_norm_over]}{after} ({norm(spec.head_norm)})")
+    if spec.clip:
+        parts.append(f"q, k, v clipped to {spec.clip:g}")
     if spec.soft_cap:
         parts.append(f"soft-cap {spec.soft_cap:g}")
     return "; ".join(parts)
 
 
-def feed_forward(spec: FeedForwardSpec) -> str:
+def feed_forward(spec: FeedForwardSpec | MixtureSpec) -> str:
     biases = "; biases" if spec.up_bias or spec.down_bias else ""
-    return f"feed-forward: {'gated' if spec.gated else 'plain'} {spec.activation}, width {spec.width:,}{biases}"
+    kind = f"{'gated' if spec.gated else 'plain'} {spec.activation}, width {spec.width:,}{biases}"
+    return f"feed-forward: {kind}" if isinstance(spec, FeedForwardSpec) else f"experts: {kind}; {mixture(spec)}"
+
+
+def mixture(spec: MixtureSpec) -> str:
+    """How many experts, how they are chosen and weighted, and what is shared."""
+    r = spec.router
+    scores = {"softmax": "softmax", "sigmoid": "sigmoid", "topk_softmax": "softmax over the chosen"}[r.scores]
+    parts = [f"{r.top_k} of {r.num_experts}", scores]
+    if r.groups:
+        by = "best" if r.group_score == "best" else "two best"
+        parts.append(f"from the {r.top_groups} best of {r.groups} groups by their {by}")
+    if spec.router_bias:
+        parts.append("router bias")
+    if spec.selection_bias:
+        parts.append("selection bias")
+    if r.renormalises:
+        parts.append("renormalised")
+    if r.scale != 1.0:
+        parts.append(f"times {r.scale:g}")
+    if spec.shared is not None:
+        gate = " behind a sigmoid gate" if spec.shared_gate else ""
+        parts.append(f"a shared one of width {spec.shared.width:,}{gate}")
+    return "; ".join(parts)
 
 
 def norm(spec: NormSpec) -> str:

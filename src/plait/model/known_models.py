@@ -156,6 +156,25 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
     "Qwen3-8B": _qwen3((4096, 12_288, 36, 32, 8), tied=False),
     "Qwen3-14B": _qwen3((5120, 17_408, 40, 40, 8), tied=False),
     "Qwen3-32B": _qwen3((5120, 25_600, 64, 64, 8), tied=False),
+    "Qwen3-30B-A3B": _qwen3((2048, 6144, 48, 32, 4), tied=False)
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "Mixtral-8x7B-v0.1": _config(
+        "mixtral",
+        (4096, 14_336, 32, 32, 8),
+        vocab_size=32_000,
+        max_position_embeddings=32_768,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
     "Gemma-3-270M": _gemma3((640, 2048, 18, 4, 1), 512, **_SMALL_GEMMA),
     "Gemma-3-1B": _gemma3((1152, 6912, 26, 4, 1), 512, **_SMALL_GEMMA),
     "Gemma-3-4B": _gemma3((2560, 10_240, 34, 8, 4), 1024),
@@ -166,11 +185,6 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
     "Pythia-1.4B": _pythia(2048, 24, 16),
     "Pythia-6.9B": _pythia(4096, 32, 32, vocab_size=50_432),
 }
-
-
-def _grouped(name: str, layers: int, heads: int, kv_heads: int, width: int, billions: float) -> CacheFacts:
-    caches = (LayerCache(kv_heads, width, width),) * layers
-    return CacheFacts(name, caches, layers * heads * 2 * width, round(billions * 1e9))
 
 
 def _latent(name: str, layers: int, heads: int, billions: float) -> CacheFacts:
@@ -186,8 +200,6 @@ def _gpt_oss(name: str, layers: int, billions: float) -> CacheFacts:
 
 
 _FACTS = (
-    _grouped("Qwen3-30B-A3B", 48, 32, 4, 128, 30.53),
-    _grouped("Mixtral-8x7B-v0.1", 32, 32, 8, 128, 46.70),
     _gpt_oss("gpt-oss-20b", 24, 20.9),
     _gpt_oss("gpt-oss-120b", 36, 116.8),
     _latent("DeepSeek-V2-Lite", 27, 16, 15.7),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait.memory.base import MemoryStep
-from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
+from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, MixtureSpec, NormSpec
 from plait.ops import functional as ops
 
 
@@ -20,19 +20,22 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """An RMS or layer norm over the last axis; per_head marks q/k norms, which run on every head."""
+    """An RMS or layer norm over the last axis; per_head marks q/k norms, which run on every head.
 
-    def __init__(self, spec: NormSpec, width: int, per_head: bool = False) -> None:
+    shape: of the weight: the last axis, or [H, d] where every head has its own.
+    """
+
+    def __init__(self, spec: NormSpec, shape: int | tuple[int, ...], per_head: bool = False) -> None:
         super().__init__()
         self.spec = spec
         self.per_head = per_head
-        self.weight = nn.Parameter(torch.ones(width)) if spec.weight else None
-        self.bias = nn.Parameter(torch.zeros(width)) if spec.bias else None
+        self.weight = nn.Parameter(torch.ones(shape)) if spec.weight else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if spec.bias else None
 
     def forward(self, x: Any) -> Any:
         s = self.spec
         if s.kind == "layer":
-            return ops.layer_norm(x, self.weight, self.bias, eps=s.eps)
+            return ops.layer_norm(x, self.weight, self.bias, eps=s.eps, unit_offset=s.unit_offset)
         norm = ops.head_norm if self.per_head else ops.rms_norm
         return norm(x, self.weight, eps=s.eps, unit_offset=s.unit_offset, fp32_weight=s.fp32_weight)
 
@@ -51,21 +54,31 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden_size, v, bias=spec.v_bias)
         self.o_proj = Linear(o, hidden_size, bias=spec.o_bias)
         if spec.head_norm is not None:
-            self.q_norm = Norm(spec.head_norm, spec.key_width, per_head=True)
-            self.k_norm = Norm(spec.head_norm, spec.key_width, per_head=True)
+            q_norm, k_norm = spec.head_norm_shapes
+            per_head = spec.head_norm_over != "projection"
+            self.q_norm = Norm(spec.head_norm, q_norm, per_head)
+            self.k_norm = Norm(spec.head_norm, k_norm, per_head)
 
     def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
         """x [..., D]; angles: per rotary table [..., 2, d/2]."""
         s = self.spec
-        q = ops.view(self.q_proj(x), tail=(s.num_heads, s.key_width))
-        k = ops.view(self.k_proj(x), tail=(s.num_kv_heads, s.key_width))
-        v = ops.view(self.v_proj(x), tail=(s.num_kv_heads, s.value_width))
-        if s.head_norm is not None:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if s.head_norm is not None and s.head_norm_over == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if s.clip:
+            q, k, v = (ops.clip(y, limit=s.clip) for y in (q, k, v))
+        q = ops.view(q, tail=(s.num_heads, s.key_width))
+        k = ops.view(k, tail=(s.num_kv_heads, s.key_width))
+        v = ops.view(v, tail=(s.num_kv_heads, s.value_width))
+        each_head = s.head_norm is not None and s.head_norm_over != "projection"
+        if each_head and not s.head_norm_after_rotary:
             q, k = self.q_norm(q), self.k_norm(k)
         if s.rotary is not None:
             turn = angles[s.rotary.table]
-            q = ops.rotate(q, turn, width=s.rotary.width, pairing=s.rotary.pairing)
-            k = ops.rotate(k, turn, width=s.rotary.width, pairing=s.rotary.pairing)
+            how = {"width": s.rotary.width, "pairing": s.rotary.pairing, "fp32": s.rotary.fp32}
+            q, k = ops.rotate(q, turn, **how), ops.rotate(k, turn, **how)
+        if each_head and s.head_norm_after_rotary:
+            q, k = self.q_norm(q), self.k_norm(k)
         heads = memory.attend(layer, q, k, v, self.attend)
         return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
 
@@ -88,6 +101,69 @@ class FeedForward(nn.Module):
         return self.down_proj(ops.activate(self.up_proj(x), kind=kind))
 
 
+class Router(nn.Module):
+    """Chooses the experts of every token. Its parameters are float32 whatever the model's dtype."""
+
+    def __init__(self, spec: MixtureSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.spec = spec.router
+        experts = spec.router.num_experts
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(experts)) if spec.router_bias else None
+        # Selection has no gradient: training moves this bias by a rule of its own.
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.zeros(experts), requires_grad=False) if spec.selection_bias else None
+        )
+
+    def forward(self, x: Any) -> Any:
+        """x [..., D] -> ids [..., k], weights [..., k], logits [..., E]."""
+        return ops.route(x, self.weight, self.bias, self.e_score_correction_bias, spec=self.spec)
+
+
+class Experts(nn.Module):
+    """All experts of a layer, stacked: gate_up_proj [E, 2F, D] (plain ones: [E, F, D]), down_proj [E, D, F]."""
+
+    def __init__(self, spec: MixtureSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.spec = spec
+        experts, inner = spec.router.num_experts, spec.width * (2 if spec.gated else 1)
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, inner, hidden_size))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, inner)) if spec.up_bias else None
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, spec.width))
+        self.down_proj_bias = nn.Parameter(torch.zeros(experts, hidden_size)) if spec.down_bias else None
+
+    def forward(self, x: Any, ids: Any, weights: Any) -> Any:
+        """x [..., D], ids [..., k], weights [..., k] -> [..., D]."""
+        stacks = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
+        return ops.experts(x, ids, weights, *stacks, kind=self.spec.activation, gated=self.spec.gated)
+
+
+class Mixture(nn.Module):
+    """Routed experts, and beside them a feed-forward that every token goes through, where there is one."""
+
+    def __init__(self, spec: MixtureSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.gate = Router(spec, hidden_size)
+        self.experts = Experts(spec, hidden_size)
+        self.shared_experts: FeedForward | None = None
+        self.shared_expert: FeedForward | None = None
+        if spec.shared is not None and spec.shared_gate:
+            self.shared_expert = FeedForward(spec.shared, hidden_size)
+            self.shared_expert_gate = Linear(hidden_size, 1, bias=False)
+        elif spec.shared is not None:
+            self.shared_experts = FeedForward(spec.shared, hidden_size)
+
+    def forward(self, x: Any) -> Any:
+        """x [..., D] -> [..., D]."""
+        ids, weights, _ = self.gate(x)
+        y = self.experts(x, ids, weights)
+        if self.shared_experts is not None:
+            return ops.add(y, self.shared_experts(x))
+        if self.shared_expert is not None:
+            return ops.add(y, ops.gate(self.shared_expert_gate(x), self.shared_expert(x), kind="sigmoid"))
+        return y
+
+
 class Layer(nn.Module):
     """One decoder layer; norms are named as in the Llama family, those after a branch as in GLM."""
 
@@ -96,7 +172,8 @@ class Layer(nn.Module):
         self.spec = spec
         self.dropout = dropout
         self.self_attn = Attention(spec.attention, hidden_size)
-        self.mlp = FeedForward(spec.feed_forward, hidden_size)
+        ff = spec.feed_forward
+        self.mlp = Mixture(ff, hidden_size) if isinstance(ff, MixtureSpec) else FeedForward(ff, hidden_size)
         self.input_layernorm = _norm(spec.pre_attention_norm, hidden_size)
         self.post_attention_layernorm = _norm(spec.pre_feed_forward_norm, hidden_size)
         self.post_self_attn_layernorm = _norm(spec.post_attention_norm, hidden_size)
@@ -104,11 +181,13 @@ class Layer(nn.Module):
 
     def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
         """x [..., D] -> [..., D]."""
-        attended = self._branch(
-            self.self_attn(_apply(self.input_layernorm, x), layer, angles, memory), self.post_self_attn_layernorm
-        )
+        read = _apply(self.input_layernorm, x)
+        attended = self._branch(self.self_attn(read, layer, angles, memory), self.post_self_attn_layernorm)
         if self.spec.parallel:
-            fed = self._branch(self.mlp(_apply(self.post_attention_layernorm, x)), self.post_mlp_layernorm)
+            y = read if self.spec.shared_norm else _apply(self.post_attention_layernorm, x)
+            fed = self._branch(self.mlp(y), self.post_mlp_layernorm)
+            if self.spec.residual_first:
+                return ops.add(ops.add(x, attended), fed)
             return ops.add(ops.add(fed, attended), x)
         x = ops.add(x, attended)
         fed = self._branch(self.mlp(_apply(self.post_attention_layernorm, x)), self.post_mlp_layernorm)
@@ -116,6 +195,8 @@ class Layer(nn.Module):
 
     def _branch(self, y: Any, norm: Norm | None) -> Any:
         y = _apply(norm, y)
+        if self.spec.branch_scale != 1.0:
+            y = ops.scale(y, factor=self.spec.branch_scale)
         return ops.dropout(y, p=self.dropout) if self.training and self.dropout else y
 
 

@@ -52,6 +52,9 @@ HARMLESS = frozenset(
         "sep_token_id",
         "decoder_start_token_id",
         "torchscript",
+        # Of a mixture's losses in training, which are asked for there and not here.
+        "output_router_logits",
+        "router_aux_loss_coef",
     ]
 )
 
@@ -80,10 +83,15 @@ ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ),
     ),
     "proportional": (frozenset(), frozenset({"factor"})),
+    "longrope": (
+        frozenset({"short_factor", "long_factor"}),
+        frozenset({"factor", "original_max_position_embeddings", "attention_factor"}),
+    ),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "ntk_alpha": (frozenset({"alpha"}), frozenset()),
 }
 MAX_LAYERS = 10_000
 _MAX_INTEGER = 2**63 - 1
-ROPE_LATER = ("longrope", "su", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -126,11 +134,11 @@ class ConfigReader:
             raise ConfigError(f"{key}={_short(value)} in config.json must be a whole number of at most 64 bits")
         return value
 
-    def num_layers(self) -> int:
-        """`num_hidden_layers`, checked before anything is built for every layer."""
-        value = self.integer("num_hidden_layers")
+    def num_layers(self, key: str = "num_hidden_layers") -> int:
+        """The number of layers, checked before anything is built for every one of them."""
+        value = self.integer(key)
         if not 1 <= value <= MAX_LAYERS:
-            raise ConfigError(f"num_hidden_layers={value} must be at least 1 and at most {MAX_LAYERS}")
+            raise ConfigError(f"{key}={value} must be at least 1 and at most {MAX_LAYERS}")
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
@@ -163,7 +171,7 @@ class ConfigReader:
         """True or false; null counts as the class's default."""
         value = self(key)
         if value is None:
-            value = self._defaults.get(key, False)
+            value = self._defaults.get(key) or False
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={value!r} in config.json must be true or false")
         return value
@@ -230,8 +238,6 @@ class ConfigReader:
         if old and new and old != new:
             log.warning("rope scaling names type=%r and rope_type=%r; rope_type is used", old, new)
         kind = next((name for name in (new, old) if name is not None), "default")
-        if kind in ROPE_LATER:
-            raise ConfigError(f"rope_type={kind!r} is not supported yet (supported: {', '.join(ROPE_KEYS)})")
         if not isinstance(kind, str) or kind not in ROPE_KEYS:
             raise ConfigError(f"rope_type={kind!r} is unknown (supported: {', '.join(ROPE_KEYS)})")
         own_theta = block.pop("rope_theta", None)
@@ -252,7 +258,7 @@ class ConfigReader:
             value = block.pop(key)
             if value is not None:
                 self._unread(f"rope_parameters.{key}", value, known=False)
-        if kind in ("llama3", "yarn"):
+        if kind in ("llama3", "yarn", "longrope"):
             # A value at the top level of config.json outranks the block's, and the context itself is the fallback.
             own = block.get(_ORIGINAL)
             block[_ORIGINAL] = self.given(_ORIGINAL, max_positions if own is None else own)
@@ -260,9 +266,15 @@ class ConfigReader:
             if key == "truncate":
                 if not isinstance(value, bool | None):
                     raise ConfigError(f"rope_parameters.truncate={value!r} must be true or false")
+            elif key in ("short_factor", "long_factor"):
+                block[key] = _divisors(f"rope_parameters.{key}", value, int(head_width * partial) // 2)
             elif key in needed or value is not None:
                 _positive(f"rope_parameters.{key}", value, zero=key.startswith("mscale"))
         width = head_width if kind == "proportional" else int(head_width * partial)
+        if kind in ("dynamic", "ntk_alpha") and width <= 2:
+            raise ConfigError(f"rope_type={kind!r} needs more than 2 rotating features, here {width} are")
+        if kind == "longrope" and not block[_ORIGINAL] > 1:
+            raise ConfigError(f"{_ORIGINAL}={block[_ORIGINAL]!r} must be above 1 for rope_type='longrope'")
         if kind == "proportional":
             block["partial_rotary_factor"] = partial
         scaling = {k: v for k, v in block.items() if v is not None or k == "factor"}
@@ -305,6 +317,14 @@ def _positive(key: str, value: Any, zero: bool = False) -> float:
     if not _is_number(value) or not (value > 0 or (zero and value == 0)):
         raise ConfigError(f"{key}={_short(value)} must be a positive number")
     return float(value)
+
+
+def _divisors(key: str, value: Any, pairs: int) -> tuple[float, ...]:
+    """One positive number for each rotating pair."""
+    if not isinstance(value, list | tuple) or len(value) != pairs:
+        count = f"{len(value)} numbers" if isinstance(value, list | tuple) else _short(value)
+        raise ConfigError(f"{key} is {count}; it must be a list of {pairs} numbers, one per rotating pair")
+    return tuple(_positive(key, number) for number in value)
 
 
 def _short(value: Any) -> str:

@@ -1,13 +1,14 @@
 """Rotary frequencies: from a `RotarySpec` to the numbers that every rotate operation uses.
 
-Sources: Su et al. 2021 (rotary embedding), Chen et al. 2023 (linear), Peng et al. 2023 (YaRN), Meta 2024 (llama3),
-and the corrections that public checkpoints rely on.
+Sources: Su et al. 2021 (rotary embedding), Chen et al. 2023 (linear), Peng et al. 2023 (YaRN, and NTK-aware bases),
+Ding et al. 2024 (LongRoPE), Meta 2024 (llama3), and the corrections that public checkpoints rely on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import ceil, floor, log, pi
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, floor, log, pi, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,10 +30,9 @@ def rotary_numbers(spec: RotarySpec) -> tuple[Numbers, float]:
     Computed in fp32 from integers, whatever dtype the model has.
     """
     if spec.divisors is not None:
-        base = _base(spec)
-        if len(spec.divisors) != len(base):
-            raise ConfigError(f"rope_freqs has {len(spec.divisors)} divisors for {len(base)} rotating pairs")
-        return np.divide(base, np.array(spec.divisors, np.float32), dtype=np.float32), 1.0
+        if len(spec.divisors) != spec.width // 2:
+            raise ConfigError(f"rope_freqs has {len(spec.divisors)} divisors for {spec.width // 2} rotating pairs")
+        return np.divide(_base(spec), np.array(spec.divisors, np.float32), dtype=np.float32), 1.0
     return _KINDS[spec.rope_type](spec)
 
 
@@ -47,7 +47,19 @@ def rope_frequencies(spec: RotarySpec) -> tuple[torch.Tensor, float]:
 def rotary_table(spec: RotarySpec) -> RotaryTable:
     """The same as plain numbers, as recordings store them."""
     inv_freq, magnitude = rotary_numbers(spec)
-    return RotaryTable(tuple(inv_freq.tolist()), magnitude)
+    table = RotaryTable(tuple(inv_freq.tolist()), magnitude)
+    if spec.rope_type != "longrope":
+        return table
+    long = _divided(spec, spec.scaling["long_factor"])
+    return replace(
+        table, long_inv_freq=tuple(long.tolist()), original=int(spec.scaling["original_max_position_embeddings"])
+    )
+
+
+def short_rope_tokens(tables: Sequence[RotarySpec]) -> int:
+    """The longest sequence that takes the short set of a longrope table; 0: there is no such table."""
+    contexts = {int(t.scaling["original_max_position_embeddings"]) for t in tables if t.rope_type == "longrope"}
+    return min(contexts, default=0)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -129,10 +141,46 @@ def _proportional(spec: RotarySpec) -> tuple[Numbers, float]:
     return f / np.float32(spec.scaling.get("factor", 1.0)), 1.0
 
 
+def _longrope(spec: RotarySpec) -> tuple[Numbers, float]:
+    """The short set; `rotary_table` adds the long one."""
+    scaling = spec.scaling
+    original, magnitude = scaling["original_max_position_embeddings"], scaling.get("attention_factor")
+    if magnitude is None:
+        factor = scaling.get("factor")
+        factor = spec.max_positions / original if factor is None else factor
+        magnitude = 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
+    return _divided(spec, scaling["short_factor"]), float(magnitude)
+
+
+def _divided(spec: RotarySpec, divisors: Sequence[float]) -> Numbers:
+    """1 / (divisor_i * theta^(2i/d)), as the authors' code rounds it."""
+    wave = np.float32(spec.theta) ** (np.arange(0, spec.width, 2).astype(np.float32) / np.float32(spec.width))
+    return np.divide(1, np.array(divisors, np.float32) * wave, dtype=np.float32)
+
+
+def _dynamic(spec: RotarySpec) -> tuple[Numbers, float]:
+    """NTK: a base that grows with the length L = max(M, served): theta ((s L / M) - (s - 1))^(d / (d - 2)).
+
+    L is fixed, so that a key means the same however long its sequence becomes.
+    """
+    s, m, d = spec.scaling["factor"], spec.max_positions, spec.width
+    length = max(m, spec.served_positions)
+    return _base(replace(spec, theta=spec.theta * (s * length / m - (s - 1)) ** (d / (d - 2)))), 1.0
+
+
+def _ntk_alpha(spec: RotarySpec) -> tuple[Numbers, float]:
+    """theta alpha^(d / (d - 2)), whatever the length."""
+    d = spec.width
+    return _base(replace(spec, theta=spec.theta * spec.scaling["alpha"] ** (d / (d - 2)))), 1.0
+
+
 _KINDS: dict[str, Callable[[RotarySpec], tuple[Numbers, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "proportional": _proportional,
+    "longrope": _longrope,
+    "dynamic": _dynamic,
+    "ntk_alpha": _ntk_alpha,
 }

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from plait.ops import reference
-from plait.ops.spec import AttendSpec
+from plait.ops.spec import AttendSpec, RouterSpec
 from plait.ops.symbolic import Symbol
 
 
@@ -35,6 +35,7 @@ def _operation(function: Callable[..., Any], operands: int = 1, weights: int = 0
 
 embed = _operation(reference.embed, weights=1)
 positions = _operation(reference.positions)
+positions_by_reach = _operation(reference.positions_by_reach, operands=2)
 linear = _operation(reference.linear, weights=2)
 rms_norm = _operation(reference.rms_norm, weights=1)
 layer_norm = _operation(reference.layer_norm, weights=2)
@@ -42,6 +43,7 @@ head_norm = _operation(reference.head_norm, weights=1)
 rotate = _operation(reference.rotate, operands=2)
 gate = _operation(reference.gate, operands=2)
 activate = _operation(reference.activate)
+experts = _operation(reference.experts, operands=3, weights=4)
 dropout = _operation(reference.dropout)
 cast = _operation(reference.cast)
 view = _operation(reference.view)
@@ -62,3 +64,11 @@ def attend(q: Any, k: Any, v: Any, *, layer: int, spec: AttendSpec, memory: Any)
     if isinstance(q, Symbol):
         return q.recorder.emit("attend", (q, k, v), layer=layer, spec=spec.to_json())
     return reference.attend(q, k, v, layer=layer, spec=spec, memory=memory)
+
+
+def route(x: Any, weight: Any, bias: Any = None, selection_bias: Any = None, *, spec: RouterSpec) -> Any:
+    """The experts that each token chooses, their weights, and all logits: x [..., D] -> i32 and f32 [..., k], f32
+    [..., E]."""
+    if isinstance(x, Symbol):
+        return x.recorder.emit("route", (x,), (weight, bias, selection_bias), spec=spec.to_json())
+    return reference.route(x, weight, bias, selection_bias, spec=spec)

@@ -11,7 +11,10 @@ from plait.errors import WeightError
 from plait.ops.recording import Op, Recording
 from plait.ops.reference import REFERENCE
 from plait.ops.signatures import OPERATIONS
-from plait.ops.spec import AttendSpec
+from plait.ops.spec import AttendSpec, RouterSpec
+
+# Operations whose `spec` is an object for the reference and a dictionary in a recording.
+_SPECS: dict[str, Callable[..., Any]] = {"attend": AttendSpec, "route": RouterSpec}
 
 Observer = Callable[[Op, tuple[Any, ...], tuple[Any, ...]], None]
 
@@ -69,7 +72,7 @@ def attributes(op: Op) -> dict[str, Any]:
     """The keyword arguments of an operation's reference."""
     attrs = dict(op.attrs)
     if "spec" in attrs:
-        attrs["spec"] = AttendSpec(**attrs["spec"])
+        attrs["spec"] = _SPECS[op.name](**attrs["spec"])
     return attrs
 
 

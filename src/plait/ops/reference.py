@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.spec import RouterSpec
 
-def embed(ids: Tensor, table: Tensor, *, scale: float = 1.0, round_scale: bool = False) -> Tensor:
-    """Rows of table [V, D] for ids [...]; times scale, first rounded to the table's dtype if round_scale."""
-    x = F.embedding(ids, table)
+
+def embed(ids: Tensor, table: Tensor, *, scale: float = 1.0, round_scale: bool = False, offset: int = 0) -> Tensor:
+    """Rows ids + offset of table [V, D] for ids [...], times scale; that first rounded to the table's dtype if
+    round_scale."""
+    x = F.embedding(ids + offset if offset else ids, table)
     if scale == 1.0:
         return x
     return x * (torch.tensor(scale, dtype=x.dtype) if round_scale else scale)
@@ -27,6 +30,24 @@ def positions(position: Tensor, *, inv_freq: Sequence[float], magnitude: float =
     angle = position.unsqueeze(-1).float() * torch.tensor(inv_freq, dtype=torch.float32, device=position.device)
     table = torch.stack((angle.cos(), angle.sin()), dim=-2)
     return table if magnitude == 1.0 else table * magnitude
+
+
+def positions_by_reach(
+    position: Tensor,
+    reach: Tensor,
+    *,
+    inv_freq: Sequence[float],
+    long_inv_freq: Sequence[float],
+    original: int,
+    magnitude: float = 1.0,
+) -> Tensor:
+    """`positions` with one of two tables: long_inv_freq where reach [...] exceeds `original` (Ding et al. 2024).
+
+    reach: the most tokens that the token's sequence will have, so that all of its keys are of one kind.
+    """
+    short = positions(position, inv_freq=inv_freq, magnitude=magnitude)
+    long = positions(position, inv_freq=long_inv_freq, magnitude=magnitude)
+    return torch.where((reach > original)[..., None, None], long, short)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +62,7 @@ def rms_norm(
 
     unit_offset: times 1 + w. fp32_weight: multiplied in fp32 and then cast; otherwise cast and then multiplied.
     """
-    if weight is not None and x.dtype == weight.dtype == torch.float32 and not unit_offset:
+    if weight is not None and weight.ndim == 1 and x.dtype == weight.dtype == torch.float32 and not unit_offset:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -53,8 +74,18 @@ def rms_norm(
     return wide.to(x.dtype) * (1.0 + weight if unit_offset else weight)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * w + b over the last axis (Ba et al. 2016)."""
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, unit_offset: bool = False
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * w + b over the last axis (Ba et al. 2016); w may have axes before it (heads).
+
+    unit_offset: times 1 + w.
+    """
+    if weight is not None and unit_offset:
+        weight = weight + 1.0
+    if weight is not None and weight.ndim > 1:
+        y = F.layer_norm(x.float(), (x.shape[-1],), None, None, eps) * weight.float()
+        return (y if bias is None else y + bias.float()).to(x.dtype)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -65,20 +96,25 @@ def head_norm(
     return rms_norm(x, weight, eps=eps, unit_offset=unit_offset, fp32_weight=fp32_weight)
 
 
-def rotate(x: Tensor, angles: Tensor, *, width: int, pairing: str = "halves") -> Tensor:
+def rotate(x: Tensor, angles: Tensor, *, width: int, pairing: str = "halves", fp32: str = "nothing") -> Tensor:
     """Rotate pairs of the first `width` features of x [..., H, d] by angles [..., 2, width/2] (Su et al. 2021).
 
-    pairing: feature i with i + width/2 ("halves"), or 2i with 2i + 1 ("adjacent"). The rest is copied.
+    pairing: feature i with i + width/2 ("halves"), or 2i with 2i + 1 ("adjacent"). The rest is copied. fp32: see
+    plait.ops.spec.RotaryFp32.
     """
-    angles = angles.to(x.dtype)
+    if fp32 != "tables":
+        angles = angles.to(x.dtype)
     cos, sin = angles[..., None, 0, :], angles[..., None, 1, :]
     turning = x if width == x.shape[-1] else x[..., :width]
+    if fp32 != "nothing":
+        turning = turning.float()
     if pairing == "halves":
         a, b = turning.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
         a, b = turning[..., 0::2], turning[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    turned = turned.to(x.dtype)
     return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
@@ -99,13 +135,104 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gate(x: Tensor, y: Tensor, *, kind: str) -> Tensor:
-    """act(x) * y (Shazeer 2020)."""
+    """act(x) * y (Shazeer 2020); x [..., 1] gates a whole row of y [..., D]."""
     return ACTIVATIONS[kind](x) * y
 
 
 def activate(x: Tensor, *, kind: str) -> Tensor:
     """act(x)."""
     return ACTIVATIONS[kind](x)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest along the last axis, largest first, the lower index first among equals (which
+    torch.topk does not promise)."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, selection_bias: Tensor | None = None, *, spec: RouterSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose spec.top_k experts per token of x [..., D] by a router weight [E, D], bias [E] and selection bias [E].
+
+    Returns ids int32 [..., k] in descending order of their selection scores, weights fp32 [..., k] and logits fp32
+    [..., E]. All of it is computed in fp32, whatever the dtypes are (`RouterSpec` has the rules).
+    """
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if spec.scores == "topk_softmax":
+        scores = logits
+    else:
+        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+    with torch.no_grad():
+        selection = scores if selection_bias is None else scores + selection_bias.float()
+        eligible = _eligible(selection, spec) if spec.groups else None
+        if eligible is not None:
+            selection = selection.masked_fill(~eligible, 0.0 if spec.masked == "zero" else float("-inf"))
+        ids = _largest(selection, spec.top_k)
+    if eligible is not None and spec.masked == "zero":
+        scores = scores.masked_fill(~eligible, 0.0)
+    weights = scores.gather(-1, ids)
+    if spec.scores == "topk_softmax":
+        weights = weights.softmax(-1)
+    if spec.renormalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if spec.scale != 1.0:
+        weights = weights * spec.scale
+    return ids.int(), weights, logits
+
+
+def _eligible(selection: Tensor, spec: RouterSpec) -> Tensor:
+    """Which experts belong to the best groups: bool [..., E]."""
+    grouped = selection.unflatten(-1, (spec.groups, -1))
+    best = grouped.amax(-1) if spec.group_score == "best" else grouped.topk(2, dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, spec.top_groups), True)
+    return chosen.unsqueeze(-1).expand(grouped.shape).flatten(-2)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *,
+    kind: str,
+    gated: bool = True,
+) -> Tensor:
+    """Weighted sum of each token's experts: x [..., D], ids [..., k], weights fp32 [..., k] -> [..., D].
+
+    gate_up: [E, 2F, D] with the gate's rows first (gated False: [E, F, D], up alone), its bias [E, 2F]; down: [E, D,
+    F], its bias [E, D]. Tokens are sorted by expert, so that each expert runs once, on one slice; no token is dropped.
+    The sum over k is made in fp32, in the order of `ids`.
+    """
+    k = ids.shape[-1]
+    tokens = x.reshape(-1, x.shape[-1])
+    chosen = ids.reshape(-1).long()
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
+    slices = tokens.index_select(0, order // k).split(counts)
+    # One unbind for all experts: indexing each would give every one a gradient of the whole stack's size.
+    stacks = [[None] * len(gate_up) if w is None else w.unbind(0) for w in (gate_up, gate_up_bias, down, down_bias)]
+    parts = []
+    for rows, w_in, b_in, w_out, b_out in zip(slices, *stacks, strict=True):
+        if len(rows):
+            hidden = F.linear(rows, w_in, b_in)
+            if gated:
+                first, second = hidden.chunk(2, dim=-1)
+                hidden = gate(first, second, kind=kind)
+            else:
+                hidden = activate(hidden, kind=kind)
+            parts.append(F.linear(hidden, w_out, b_out))
+    if not parts:
+        return torch.zeros_like(x)
+    of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
+    flat_weights = weights.reshape(-1, k, 1)
+    total = of_choice[:, 0].float() * flat_weights[:, 0]
+    for j in range(1, k):
+        total = total + of_choice[:, j].float() * flat_weights[:, j]
+    return total.to(x.dtype).reshape(x.shape)
 
 
 def dropout(x: Tensor, *, p: float) -> Tensor:
@@ -163,6 +290,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     for f in (
         embed,
         positions,
+        positions_by_reach,
         linear,
         rms_norm,
         layer_norm,
@@ -171,6 +299,8 @@ REFERENCE: dict[str, Callable[..., Any]] = {
         attend,
         gate,
         activate,
+        route,
+        experts,
         dropout,
         cast,
         view,

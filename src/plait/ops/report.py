@@ -66,7 +66,11 @@ def plan_rows(recording: Recording, number_bytes: int = 2, sizes: Sizes | None =
 
 
 def totals(recording: Recording, number_bytes: int = 2, sizes: Sizes | None = None) -> dict[str, int]:
-    """Sums over all operations of all layers, in the units of `plan_rows`; weight_bytes counts every weight once."""
+    """Sums over all operations of all layers, in the units of `plan_rows`; weight_bytes counts every weight once.
+
+    weight_bytes_read_per_step: without the embedding, and of experts at most as many as the tokens (one, without
+    `sizes`) can choose.
+    """
     sums = {"flops": 0, "flops_per_key": 0, "activation_bytes": 0}
     for op in recording.ops:
         row = _row(recording, op, [], number_bytes, sizes)
@@ -76,7 +80,7 @@ def totals(recording: Recording, number_bytes: int = 2, sizes: Sizes | None = No
         "operations": len(recording.ops),
         "weight_bytes": sum(_weight_numbers(ref) * number_bytes for ref in recording.weights()),
         "weight_bytes_read_per_step": sum(
-            _weight_numbers(ref) * number_bytes
+            _numbers_read(recording, op, ref, 1 if sizes is None else sizes.tokens) * number_bytes
             for op in recording.ops
             if op.name != "embed"
             for ref in op.weights
@@ -162,11 +166,17 @@ def _role(name: str) -> str:
 
 
 def _attributes(op: Op) -> dict[str, Any]:
-    """The attributes worth printing; of attention, what is not in its shapes."""
+    """The attributes worth printing; of attention and routing, what is not in their shapes."""
     shown = {k: v for k, v in op.attrs.items() if k not in _HIDDEN and v not in _NEUTRAL}
-    if "spec" in op.attrs:
+    if op.name == "attend":
         spec = op.attrs["spec"]
         shown |= {k: spec[k] for k in ("scale", "window", "soft_cap") if spec[k]}
+    if op.name == "route":
+        spec = op.attrs["spec"]
+        shown |= {k: spec[k] for k in ("scores", "renormalise")} | (
+            {"scale": spec["scale"]} if spec["scale"] != 1 else {}
+        )
+        shown |= {k: spec[k] for k in ("groups", "top_groups", "group_score") if spec["groups"]}
     if "inv_freq" in op.attrs:
         shown["pairs"] = len(op.attrs["inv_freq"])
     return shown
@@ -188,6 +198,15 @@ def _weight_numbers(ref: WeightRef) -> int:
     if ref.rows is None:
         return prod(ref.shape)
     return (ref.rows[1] - ref.rows[0]) * prod(ref.shape[1:])
+
+
+def _numbers_read(recording: Recording, op: Op, ref: WeightRef, tokens: int) -> int:
+    numbers = _weight_numbers(ref)
+    if op.name != "experts":
+        return numbers
+    chosen = recording.values[op.inputs[1]].shape[-1]
+    assert isinstance(chosen, int)
+    return numbers // ref.shape[0] * min(ref.shape[0], tokens * chosen)
 
 
 def shape_text(shapes: Sequence[Sequence[int | str]]) -> str:

@@ -86,6 +86,27 @@ def _attend_flops(values: Sequence[Value], weights: Weights, attrs: dict[str, An
     return 2 * spec["num_heads"] * (spec["key_width"] + spec["value_width"])
 
 
+def _route(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> tuple[Value, ...]:
+    spec, tokens = attrs["spec"], values[0].shape[:-1]
+    chosen = (*tokens, spec["top_k"])
+    return Value(chosen, "i32"), Value(chosen, "f32"), Value((*tokens, spec["num_experts"]), "f32")
+
+
+def _experts_flops(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> int:
+    """Of the experts that a token chooses, not of all."""
+    chosen = values[1].shape[-1]
+    assert isinstance(chosen, int)
+    return 2 * chosen * sum(prod(ref.shape[1:]) for ref in weights if ref is not None and len(ref.shape) == 3)
+
+
+def _gate(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> tuple[Value, ...]:
+    return (values[1],)
+
+
+def _gate_flops(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> int:
+    return 5 * _numbers(values[0]) + _numbers(values[1])
+
+
 def _pointwise(per_number: int) -> Flops:
     return lambda values, weights, attrs: per_number * _numbers(values[0])
 
@@ -99,6 +120,9 @@ def _weight(weights: Weights) -> WeightRef:
 OPERATIONS: dict[str, Operation] = {
     "embed": Operation("ids [N] -> rows of the table, times scale [N, D]", _embed),
     "positions": Operation("positions [N] -> cos and sin of a rotary table, fp32 [N, 2, d/2]", _positions),
+    "positions_by_reach": Operation(
+        "the same of one of two tables, by the most tokens that a token's sequence will have [N]", _positions
+    ),
     "linear": Operation("x [N, I] -> x W^T + b [N, O]; weights W [O, I], b [O] or none", _linear, _matrix_flops),
     "rms_norm": Operation("x / rms(x) * w over the last axis, statistics in fp32", _same, _pointwise(4)),
     "layer_norm": Operation("(x - mean) / sd * w + b over the last axis, statistics in fp32", _same, _pointwise(6)),
@@ -112,8 +136,21 @@ OPERATIONS: dict[str, Operation] = {
         _attend_flops,
         memory=True,
     ),
-    "gate": Operation("act(x) * y", _same, _pointwise(6)),
+    "gate": Operation("act(x) * y; x may be one number per token, [N, 1]", _gate, _gate_flops),
     "activate": Operation("act(x)", _same, _pointwise(5)),
+    "route": Operation(
+        "x [N, D] -> the experts that each token chooses, i32 [N, k], best first, their weights, f32 [N, k], and the"
+        " logits x W^T + b, f32 [N, E]; weights W [E, D], b [E] or none, a bias of the selection [E] or none",
+        _route,
+        _matrix_flops,
+    ),
+    "experts": Operation(
+        "x [N, D], ids i32 [N, k], weights f32 [N, k] -> the sum over j of weights[:, j] times expert ids[:, j] of x,"
+        " in fp32 and then cast, [N, D]; weights gate_up [E, 2F, D] (rows 0 .. F - 1 are the gate's), its bias [E, 2F]"
+        " or none, down [E, D, F], its bias [E, D] or none; gated false: gate_up is up alone, [E, F, D]",
+        _same,
+        _experts_flops,
+    ),
     "dropout": Operation("zero a share p of x and scale the rest; identity outside training", _same),
     "cast": Operation("x in another dtype", _cast),
     "view": Operation("the last `drop` axes as `tail`", _view),
@@ -126,5 +163,5 @@ OPERATIONS: dict[str, Operation] = {
     "logits": Operation("x [R, D] -> x E^T in fp32 [R, V]", _logits, _matrix_flops),
 }
 
-# Names that the set reserves: latent attention and experts come with their families, collectives with parallelism.
-RESERVED = ("attend_latent", "route", "experts", "all_reduce", "all_gather", "all_to_all")
+# Names that the set reserves: latent attention comes with its families, collectives with parallelism.
+RESERVED = ("attend_latent", "all_reduce", "all_gather", "all_to_all")

@@ -52,6 +52,8 @@ class StepInputs:
 
     positions: int [...] like ids (tensor or int32 array); default 0 .. T - 1 per row, or from `sequences`.
     token_mask: bool [B, T], False at padding (training and dense batches).
+    reach: int [...] like ids; the most tokens that the token's sequence will ever have, which LongRoPE chooses its
+        table by. A forward without memory derives it; one with a memory needs it given, the same in every step.
     segment_ids: int [B, T]; tokens of different segments do not see each other (packed documents).
     sequences: bounds of a flat serving step.
     logit_rows: int32 [R]; flat rows whose logits the caller wants.
@@ -59,6 +61,7 @@ class StepInputs:
     """
 
     positions: Any = None
+    reach: Any = None
     token_mask: Any = None
     segment_ids: Any = None
     sequences: Sequences | None = None

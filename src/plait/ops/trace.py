@@ -42,6 +42,8 @@ def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memo
 
     last = torch.tensor([len(ids) - 1], device=ids.device)
     inputs = {"ids": ids, "positions": memory.positions, "logit_rows": last}
+    if "reach" in recording.inputs:
+        inputs["reach"] = memory.reach
     with torch.inference_mode():
         outputs = Interpreter(recording, weights).run(inputs, memory, observe)
     return {"operations": rows, "logits": outputs["logits"][0]}

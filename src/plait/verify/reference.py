@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError, UsageError, WeightError
+from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder
 from plait.model.families import parse_config
 from plait.weights.checkpoint import Checkpoint
@@ -77,6 +78,9 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightError(f"transformers cannot load {path}: {first}") from error
     found.model.to(device).eval()
+    if any(isinstance(layer.feed_forward, MixtureSpec) for layer in checkpoint.config.layers):
+        # Its grouped products take only sizes that are multiples of 16 bytes; this way takes any.
+        found.model.set_experts_implementation("eager")
     # Sampling settings and end tokens of the checkpoint have no place in a comparison.
     found.model.generation_config = transformers.GenerationConfig()
     return found
@@ -90,7 +94,7 @@ def _load(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch.dtype) -
         return Reference(model, f"transformers {transformers.__version__}, {checkpoint.path}")
     decoder = decoder or load(checkpoint, dtype)
     architecture = checkpoint.source.metadata["general.architecture"]  # type: ignore[attr-defined]
-    make = _from_gguf if _knows_gguf(architecture) else _from_our_weights
+    make = _from_gguf if _knows_gguf(architecture, checkpoint.config.model_type) else _from_our_weights
     return make(checkpoint, decoder, dtype)
 
 
@@ -103,10 +107,13 @@ def _from_directory(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
 
 
-def _knows_gguf(architecture: str) -> bool:
+def _knows_gguf(architecture: str, model_type: str) -> bool:
+    """Whether its loader reads such files: it lists some by GGUF's name and some by its own."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    return architecture in GGUF_SUPPORTED_ARCHITECTURES
+    if architecture == "llama" and model_type != "llama":
+        return False  # it takes a llama with experts for a mixtral, and has no names for that one's tensors
+    return architecture in GGUF_SUPPORTED_ARCHITECTURES or model_type in GGUF_SUPPORTED_ARCHITECTURES
 
 
 def _from_gguf(checkpoint: Checkpoint, decoder: Decoder, dtype: torch.dtype) -> Reference:

@@ -15,6 +15,7 @@ from plait.model.families import family, parse_config
 from plait.model.name_map import NameMap
 from plait.weights.locate import locate
 from plait.weights.sources import TensorSource, open_source
+from plait.weights.transposed import TransposedSource
 
 _DIVISORS = "rope_freqs.weight"
 
@@ -56,7 +57,10 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
         # The configuration is judged first: a family that is refused should say so even where tensors are odd too.
         raw = raw_config(path)
         config = parse_config(raw, strict)
-        return Checkpoint(path, raw, config, open_source(path), family(config.model_type).names, "safetensors", config)
+        names, opened = family(config.model_type).names, open_source(path)
+        if names.transposed:
+            opened = TransposedSource(opened, names.transposed)
+        return Checkpoint(path, raw, config, opened, names, "safetensors", config)
     from plait.weights.gguf_names import GGUF_NAMES
 
     source: Any = open_source(path)
@@ -88,7 +92,12 @@ def raw_config(path: Path, source: Any = None) -> dict[str, Any]:
     if file is None:
         from plait.weights.gguf_config import gguf_config
 
-        return gguf_config(source.metadata, {name: source.info(name) for name in source.names()})
+        raw = gguf_config(source.metadata, {name: source.info(name) for name in source.names()})
+        if "longrope" in (raw.get("rope_scaling") or {}).values():
+            from plait.weights.gguf_dense import FACTORS
+
+            raw["rope_scaling"] |= {key: list(_positive_numbers(source, name)) for key, name in FACTORS.items()}
+        return raw
     if not file.exists():
         raise UsageError(f"{file.parent} has no config.json; give a GGUF file or a Hugging Face directory")
     return read_json(file)
@@ -101,14 +110,19 @@ def with_divisors(config: ModelConfig, source: Any) -> ModelConfig:
     """
     if _DIVISORS not in source.names():
         return config
-    info = source.info(_DIVISORS)
-    if info.format != "F32":
-        raise ConfigError(f"{info.file}: {_DIVISORS} is stored as {info.format}; only F32 is supported")
-    divisors = tuple(source.file.raw(_DIVISORS).view("<f4").tolist())
-    if not all(0 < divisor < inf for divisor in divisors):
-        raise ConfigError(f"{info.file}: {_DIVISORS} must hold positive numbers")
     first, *others = config.rotary
-    return replace(config, rotary=(replace(first, divisors=divisors), *others))
+    return replace(config, rotary=(replace(first, divisors=_positive_numbers(source, _DIVISORS)), *others))
+
+
+def _positive_numbers(source: Any, name: str) -> tuple[float, ...]:
+    """The values of a small F32 tensor of a GGUF file that divide frequencies."""
+    info = source.info(name)
+    if info.format != "F32":
+        raise ConfigError(f"{info.file}: {name} is stored as {info.format}; only F32 is supported")
+    numbers = tuple(source.file.raw(name).view("<f4").tolist())
+    if not all(0 < number < inf for number in numbers):
+        raise ConfigError(f"{info.file}: {name} must hold positive numbers")
+    return numbers
 
 
 _SAMPLING_KEYS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}

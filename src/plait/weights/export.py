@@ -17,8 +17,9 @@ from torch import Tensor
 from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
 from plait.model.families import family
-from plait.weights.mapping import Assignment, BoundMap
+from plait.weights.mapping import Assignment, BoundMap, Part
 from plait.weights.packed import PackedDecoder
+from plait.weights.transposed import matches
 
 SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
@@ -68,8 +69,17 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
 def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as the family's files have them, one at a time."""
     parameters: Mapping[str, Tensor] = decoder.tensors() if isinstance(decoder, PackedDecoder) else _parameters(decoder)
+    transposed = family(decoder.config.model_type).names.transposed
+    stack: dict[str, Tensor] = {}  # the stack of experts that is being cut up: read once for all of its tensors
     for assignment in _assignments(decoder):
-        yield assignment.file, _assemble(assignment, parameters)
+        (part, *more) = assignment.parts
+        if more or part.place is None:
+            tensor = _assemble(assignment, parameters)
+            yield assignment.file, tensor.T.contiguous() if matches(transposed, assignment.file) else tensor
+            continue
+        if part.name not in stack:
+            stack = {part.name: parameters[part.name].detach().cpu()}
+        yield assignment.file, part.place.of(stack[part.name]).squeeze(0).contiguous()
 
 
 def _parameters(decoder: Decoder) -> dict[str, Tensor]:
@@ -95,8 +105,14 @@ def _assemble(assignment: Assignment, parameters: Mapping[str, Tensor]) -> Tenso
 
 def _sizes(decoder: Decoder) -> list[tuple[str, int]]:
     """(name, bytes) of what `hugging_face_tensors` gives, without reading a number."""
-    bytes_of = {name: p.numel() * p.element_size() for name, p in decoder.named_parameters()}
-    return [(a.file, sum(bytes_of[part.name] for part in a.parts)) for a in _assignments(decoder)]
+    parameters = dict(decoder.named_parameters())
+
+    def size(part: Part) -> int:
+        whole = parameters[part.name]
+        filled = whole if part.place is None else part.place.of(whole)
+        return filled.numel() * filled.element_size()
+
+    return [(a.file, sum(size(part) for part in a.parts)) for a in _assignments(decoder)]
 
 
 def _write_weights(decoder: Decoder, directory: Path, shard_bytes: int) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.model.config import AttentionSpec, ModelConfig
-from plait.model.name_map import NameMap, RowsOf, Rule, paired
+from plait.model.expert_names import expert_rules
+from plait.model.name_map import NameMap, RowsOf, Rule, gate_up_rows, paired, q_k_v_rows
 
 _G, _O = "blk.{i}", "model.layers.{i}"
 _BOTH = ("weight", "bias")
@@ -37,13 +38,6 @@ def k_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
     return [_unpaired(a.num_kv_heads, a.key_width)]
 
 
-def qkv_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
-    """q, k and v one after the other."""
-    a = _attention(config, layer)
-    sizes = (a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width)
-    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-
-
 _ENDS = (*paired("token_embd", "model.embed_tokens"), *paired("output", "lm_head"))
 _FEED_FORWARD = tuple(
     rule for part in ("gate", "up", "down") for rule in paired(f"{_G}.ffn_{part}", f"{_O}.mlp.{part}_proj", _BOTH)
@@ -61,6 +55,10 @@ _PRE_NORMS = (
     *paired(f"{_G}.attn_norm", f"{_O}.input_layernorm", _BOTH),
     *paired(f"{_G}.ffn_norm", f"{_O}.post_attention_layernorm", _BOTH),
 )
+_POST_NORMS = (
+    *paired(f"{_G}.post_attention_norm", f"{_O}.post_self_attn_layernorm"),
+    *paired(f"{_G}.post_ffw_norm", f"{_O}.post_mlp_layernorm"),
+)
 
 
 def _q_k(q: RowsOf | None = None, k: RowsOf | None = None) -> tuple[Rule, ...]:
@@ -75,12 +73,25 @@ def _one_less(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 _ROPE = (r"rope_freqs\.weight",)
+_EXPERTS = (
+    *paired(f"{_G}.ffn_gate_inp", f"{_O}.mlp.gate"),
+    *expert_rules(f"{_G}.ffn_{{part}}_exps.weight"),
+    # Files of 2023 and early 2024 have one tensor per expert.
+    *expert_rules(f"{_G}.ffn_{{part}}.{{e}}.weight", read_only=True),
+)
+_GATED_SHARED = (
+    *paired(f"{_G}.ffn_gate_inp_shexp", f"{_O}.mlp.shared_expert_gate"),
+    *(r for p in ("gate", "up", "down") for r in paired(f"{_G}.ffn_{p}_shexp", f"{_O}.mlp.shared_expert.{p}_proj")),
+)
 _QWEN = NameMap((*_ENDS, *_PRE_NORMS, *_q_k(), *_V_O, *_QK_NORM, *_FEED_FORWARD), _ROPE)
 
 GGUF_NAMES: dict[str, NameMap] = {
-    "llama": NameMap((*_ENDS, *_PRE_NORMS, *_q_k(q_rows, k_rows), *_V_O, *_FEED_FORWARD), _ROPE),
+    "llama": NameMap((*_ENDS, *_PRE_NORMS, *_q_k(q_rows, k_rows), *_V_O, *_FEED_FORWARD, *_EXPERTS), _ROPE),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
+    "qwen2moe": NameMap((*_QWEN.rules, *_EXPERTS, *_GATED_SHARED), _ROPE),
+    "qwen3moe": NameMap((*_QWEN.rules, *_EXPERTS), _ROPE),
+    "olmoe": NameMap((*_QWEN.rules, *_EXPERTS), _ROPE),
     "gemma3": NameMap(
         (
             *_ENDS,
@@ -91,12 +102,28 @@ GGUF_NAMES: dict[str, NameMap] = {
                 (
                     *_PRE_NORMS,
                     *_QK_NORM,
-                    *paired(f"{_G}.post_attention_norm", f"{_O}.post_self_attn_layernorm"),
-                    *paired(f"{_G}.post_ffw_norm", f"{_O}.post_mlp_layernorm"),
+                    *_POST_NORMS,
                 )
             ),
         ),
         _ROPE,
+    ),
+    "gemma2": NameMap(
+        (*_ENDS, *_q_k(), *_V_O, *_FEED_FORWARD, *_one_less((*_PRE_NORMS, *_POST_NORMS))),
+        _ROPE,
+    ),
+    "olmo2": NameMap((*_ENDS, *_PRE_NORMS, *_q_k(), *_V_O, *_QK_NORM, *_POST_NORMS, *_FEED_FORWARD), _ROPE),
+    "starcoder2": _QWEN,
+    "phi3": NameMap(
+        (
+            *_ENDS,
+            *_PRE_NORMS,
+            *paired(f"{_G}.attn_output", f"{_O}.self_attn.o_proj"),
+            *paired(f"{_G}.ffn_down", f"{_O}.mlp.down_proj"),
+            Rule(f"{_G}.ffn_up.weight", tuple(f"{_O}.mlp.{p}_proj.weight" for p in ("gate", "up")), gate_up_rows),
+            Rule(f"{_G}.attn_qkv.weight", tuple(f"{_O}.self_attn.{p}_proj.weight" for p in "qkv"), q_k_v_rows),
+        ),
+        (*_ROPE, r"rope_factors_(long|short)\.weight"),
     ),
     "gptneox": NameMap(
         (
@@ -108,7 +135,7 @@ GGUF_NAMES: dict[str, NameMap] = {
                 Rule(
                     f"{_G}.attn_qkv.{kind}",
                     tuple(f"{_O}.self_attn.{p}_proj.{kind}" for p in "qkv"),
-                    rows=qkv_rows,
+                    rows=q_k_v_rows,
                 )
                 for kind in _BOTH
             ),
@@ -116,3 +143,4 @@ GGUF_NAMES: dict[str, NameMap] = {
         _ROPE,
     ),
 }
+GGUF_NAMES |= dict.fromkeys(("granite", "smollm3"), GGUF_NAMES["llama"])

@@ -75,5 +75,9 @@ def _fill(decoder: Decoder, checkpoint: Checkpoint, report: LoadReport, dropped:
             tensor = tensor.float() + assignment.offset
         for part in assignment.parts:
             rows = tensor if part.rows is None else tensor[torch.from_numpy(part.rows)]
-            parameters[part.name].copy_(rows)
+            target: torch.Tensor = parameters[part.name]
+            if part.place is not None:
+                target = part.place.of(target)
+                rows = rows.reshape(target.shape)
+            target.copy_(rows)
     report.expanded = {k: n for k, n in report.formats.items() if k not in PLAIN_FORMATS}

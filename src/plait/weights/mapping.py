@@ -11,16 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import WeightError
-from plait.model.config import ModelConfig
-from plait.model.name_map import NameMap, Rule
+from plait.model.config import MixtureSpec, ModelConfig
+from plait.model.name_map import NameMap, Place, Rule
+
+__all__ = ["Assignment", "BoundMap", "Part", "Place", "Plan", "few"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of our parameters and the rows (axis 0) of the file's tensor that it consists of; None: all of them."""
+    """One of our parameters and the rows (axis 0) of the file's tensor that it consists of; None: all of them.
+
+    place: which part of the parameter, a stack [E, R, ...], those rows fill; None: the whole of it. The file's tensor
+    is then [experts, rows, ...], or [rows, ...] where the place is in one expert.
+    """
 
     name: str
     rows: NDArray[np.int64] | None
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -38,20 +45,33 @@ class BoundMap:
     def __init__(self, config: ModelConfig, names: NameMap) -> None:
         self._config = config
         self._names = names
-        self._skip = [re.compile(p) for p in names.skip]
+        self._skip = [re.compile(p.replace("{n}", str(len(config.layers)))) for p in names.skip]
 
     @cached_property
-    def _by_file(self) -> dict[str, tuple[Rule, int]]:
-        """The file name of every rule, for every layer."""
-        table = {}
-        for rule in self._names.rules:
-            for i in range(len(self._config.layers)) if "{i}" in rule.file else (0,):
-                table[rule.file.replace("{i}", str(i))] = (rule, i)
-        return table
+    def _by_file(self) -> dict[str, tuple[Rule, int, int | None]]:
+        """The file name of every rule, for every layer and expert: (rule, layer, expert)."""
+        return {
+            rule.file.replace("{i}", str(layer)).replace("{e}", str(expert)): (rule, layer, expert)
+            for rule in self._names.rules
+            for layer, expert in self._uses(rule)
+        }
+
+    def _uses(self, rule: Rule) -> Iterator[tuple[int, int | None]]:
+        """(layer, expert) for every tensor that a rule speaks of; the expert is None where it covers all of them."""
+        if rule.when is not None and not rule.when(self._config):
+            return
+        for layer, spec in enumerate(self._config.layers if "{i}" in rule.file else self._config.layers[:1]):
+            mixture = spec.feed_forward
+            if rule.place is None:
+                yield layer, None
+            elif isinstance(mixture, MixtureSpec):
+                experts = range(mixture.router.num_experts) if "{e}" in rule.file else (None,)
+                yield from ((layer, expert) for expert in experts)
 
     def incoming(self, file_names: Iterable[str], parameters: Mapping[str, tuple[int, ...]]) -> Plan:
         """Assign every name of a file. Raises WeightError naming tensors that nothing uses or that are missing."""
-        assignments, skipped, unknown, used = [], [], [], set()
+        assignments, skipped, unknown = [], [], []
+        filled = _Filled(parameters)
         for file in file_names:
             name = self._without_prefix(file)
             found = self._by_file.get(name)
@@ -65,22 +85,34 @@ class BoundMap:
             else:
                 unknown.append(file)
                 continue
-            names = [part.name for part in assignment.parts]
-            absent = [n for n in names if n not in parameters]
-            if absent:
+            if any(part.name not in parameters for part in assignment.parts):
                 unknown.append(file)
                 continue
-            twice = [n for n in names if n in used]
-            if twice:
-                raise WeightError(f"{twice[0]} would be filled twice, the second time by {file}")
-            used.update(names)
+            for part in assignment.parts:
+                filled.add(file, part)
             assignments.append(assignment)
         if unknown:
             raise WeightError(f"the file has {few(unknown)} that this {self._config.model_type} has no use for")
-        missing = [n for n in parameters if n not in used]
+        missing = self._missing(filled, parameters)
         if missing:
             raise WeightError(f"the file lacks {few(missing)} that this {self._config.model_type} needs")
         return Plan(tuple(assignments), tuple(skipped))
+
+    def _missing(self, filled: _Filled, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Parameters that nothing fills; of a stack that is filled in part, the tensors that would fill the rest."""
+        missing = [name for name in parameters if filled.nothing(name)]
+        holes = {name for name in parameters if not filled.nothing(name) and not filled.whole(name)}
+        if holes:
+            for file, found in self._by_file.items():
+                (part, *_) = self._assign(file, *found).parts
+                if (
+                    not found[0].read_only
+                    and part.name in holes
+                    and part.place is not None
+                    and filled.is_free(part.name, part.place)
+                ):
+                    missing.append(file)
+        return missing
 
     def file_of(self, parameter: str, file_names: Iterable[str]) -> str | None:
         """Which of these names of a file fills one of our parameters, alone; None where none does."""
@@ -89,21 +121,24 @@ class BoundMap:
 
     def outgoing(self, parameters: Sequence[str]) -> Iterator[Assignment]:
         """The file's tensors that our parameters make up, for export; offsets are to be subtracted."""
-        made = {}
-        for file, (rule, layer) in self._by_file.items():
-            assignment = self._assign(file, rule, layer)
-            if assignment.parts[0].name in parameters:
-                made.update({part.name: assignment for part in assignment.parts})
+        made: dict[str, list[Assignment]] = {}
+        known = set(parameters)
+        for file, found in self._by_file.items():
+            assignment = self._assign(file, *found)
+            if not found[0].read_only and assignment.parts[0].name in known:
+                for part in assignment.parts:
+                    made.setdefault(part.name, []).append(assignment)
         done = set()
         for name in parameters:
-            assignment = made.get(name) or Assignment(name, (Part(name, None),))
-            if assignment.file not in done:
-                done.add(assignment.file)
-                yield assignment
+            for assignment in made.get(name) or [Assignment(name, (Part(name, None),))]:
+                if assignment.file not in done:
+                    done.add(assignment.file)
+                    yield assignment
 
-    def _assign(self, file: str, rule: Rule, layer: int) -> Assignment:
+    def _assign(self, file: str, rule: Rule, layer: int, expert: int | None) -> Assignment:
         rows = rule.rows(self._config, layer) if rule.rows else [None] * len(rule.ours)
-        parts = (Part(o.replace("{i}", str(layer)), r) for o, r in zip(rule.ours, rows, strict=True))
+        place = rule.place(self._config, layer, expert) if rule.place else None
+        parts = (Part(o.replace("{i}", str(layer)), r, place) for o, r in zip(rule.ours, rows, strict=True))
         return Assignment(file, tuple(parts), rule.offset)
 
     def _without_prefix(self, name: str) -> str:
@@ -111,6 +146,47 @@ class BoundMap:
             if name.startswith(theirs):
                 return ours + name[len(theirs) :]
         return name
+
+
+class _Filled:
+    """Which elements of the parameters have been filled, and by which tensor of the file: each exactly once."""
+
+    def __init__(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = parameters
+        # Name -> expert -> (first row, last row + 1, file); a whole parameter counts as expert -1.
+        self._ranges: dict[str, dict[int, list[tuple[int, int, str]]]] = {}
+
+    def add(self, file: str, part: Part) -> None:
+        """Raises WeightError, naming both files, where an element has been filled before."""
+        taken = self._ranges.setdefault(part.name, {})
+        if part.place is None:
+            if taken:
+                first = next(iter(taken.values()))[0][2]
+                raise WeightError(f"{part.name} would be filled twice, by {first} and by {file}")
+            taken[-1] = [(0, 0, file)]
+            return
+        start, stop = part.place.rows
+        for expert in range(*part.place.experts):
+            ranges = taken.setdefault(expert, [])
+            for a, b, other in (*taken.get(-1, ()), *ranges):
+                if (a, b) == (0, 0) or (start < b and a < stop):
+                    raise WeightError(f"{part.name} would be filled twice, by {other} and by {file}")
+            ranges.append((start, stop, file))
+
+    def nothing(self, name: str) -> bool:
+        return name not in self._ranges
+
+    def whole(self, name: str) -> bool:
+        taken = self._ranges[name]
+        if -1 in taken:
+            return True
+        experts, rows = self._shapes[name][:2]
+        return sum(b - a for ranges in taken.values() for a, b, _ in ranges) == experts * rows
+
+    def is_free(self, name: str, place: Place) -> bool:
+        """Whether no element of the place has been filled."""
+        (start, stop), taken = place.rows, self._ranges.get(name, {})
+        return not any(a < stop and start < b for e in range(*place.experts) for a, b, _ in taken.get(e, ()))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,11 @@ from plait.model.config import ModelConfig, check
 from plait.model.name_map import ROTARY_BUFFERS, NameMap
 from plait.model.reader import ConfigReader
 
-_MODULES = ("llama", "qwen", "gemma", "gpt_neox")
+_MODULES = (
+    *("llama", "llama_like", "qwen", "gemma", "gpt_neox", "phi", "olmo", "cohere", "glm", "layer_norm", "gpt"),
+    "mixture",
+    "falcon",
+)
 
 # Families that need more than switches, and what they would need.
 REFUSED = {

@@ -1,8 +1,12 @@
-"""Gemma 3 (text): norms on both sides of each branch, 1 + w weights, two rotary tables, windows five layers of six."""
+"""Gemma 2 and 3 (text): norms on both sides of each branch, 1 + w weights, windows on some layers.
+
+Gemma 2 soft-caps its attention; Gemma 3 norms q and k instead and has a rotary table of its own for windowed layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from plait.errors import ConfigError
 from plait.model.config import (
@@ -14,7 +18,16 @@ from plait.model.config import (
     RotaryUse,
 )
 from plait.model.families import register
-from plait.model.families.llama import activation, given_head_width, require_window, sizes, special_tokens
+from plait.model.families.llama import (
+    activation,
+    each_attention,
+    each_layer,
+    given_head_width,
+    pre_norm_decoder,
+    require_window,
+    sizes,
+    special_tokens,
+)
 from plait.model.name_map import NameMap, paired
 from plait.model.reader import ConfigReader
 
@@ -35,7 +48,7 @@ NAMES = NameMap(
 )
 
 
-def _rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
+def rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
     """(full, sliding) rope parameters from either spelling; a scaling without a layer type is the full layers' own."""
     block = read.rope_block()
     if any(kind in block for kind in _KINDS):
@@ -50,6 +63,50 @@ def _rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
     return block, {}
 
 
+def _causal(read: ConfigReader) -> None:
+    if read.flag("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention=true (an embedding model) is not supported")
+
+
+def _head_width(read: ConfigReader, hidden_size: int, heads: int) -> int:
+    return given_head_width(read, hidden_size, heads) if "head_dim" in read.raw else read.integer("head_dim")
+
+
+@register("gemma2", replace(NAMES, skip=(), prefixes=()), architecture="Gemma2ForCausalLM")
+def gemma2(read: ConfigReader) -> ModelConfig:
+    d, heads, num_layers = sizes(read)
+    _causal(read)
+    width = _head_width(read, d, heads)
+    window = read.integer("sliding_window", 0)
+    types = read.layer_types(num_layers) or ["sliding_attention", "full_attention"] * num_layers
+    require_window(window, types[:num_layers])
+    norm = NormSpec(eps=read.number("rms_norm_eps"), unit_offset=True, fp32_weight=True)
+    bias = read.flag("attention_bias")
+    config = pre_norm_decoder(
+        read,
+        windows=[window if kind == "sliding_attention" else 0 for kind in types[:num_layers]],
+        head_width=width,
+        kv_heads=read.integer("num_key_value_heads", heads),
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=norm,
+        act="hidden_activation",
+    )
+    config = each_attention(
+        config,
+        scale=read.positive("query_pre_attn_scalar") ** -0.5,
+        soft_cap=read.number("attn_logit_softcapping", 0.0, low=0.0),
+    )
+    config = each_layer(config, lambda layer: replace(layer, post_attention_norm=norm, post_feed_forward_norm=norm))
+    return replace(
+        config,
+        embedding_scale=float(d) ** 0.5,
+        round_embedding_scale=True,
+        logit_soft_cap=read.number("final_logit_softcapping", 0.0, low=0.0),
+        fp16_overflows=True,
+    )
+
+
 @register(
     "gemma3_text",
     NAMES,
@@ -58,9 +115,8 @@ def _rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
 )
 def gemma3_text(read: ConfigReader) -> ModelConfig:
     d, heads, num_layers = sizes(read)
-    if read.flag("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention=true (an embedding model) is not supported")
-    width = given_head_width(read, d, heads) if "head_dim" in read.raw else read.integer("head_dim")
+    _causal(read)
+    width = _head_width(read, d, heads)
     kv = read.integer("num_key_value_heads", heads)
     max_positions = read.integer("max_position_embeddings")
     window = read.integer("sliding_window", 0)
@@ -71,7 +127,7 @@ def gemma3_text(read: ConfigReader) -> ModelConfig:
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)
     ]
     require_window(window, types)
-    full, sliding = _rope_blocks(read)
+    full, sliding = rope_blocks(read)
     tables = (
         read.rotary(width, full, read.given("rope_theta", 1_000_000.0), max_positions),
         read.rotary(width, sliding, read.given("rope_local_base_freq", 10_000.0), max_positions),

@@ -89,6 +89,7 @@ def gpt_neox(read: ConfigReader) -> ModelConfig:
         tie_embeddings=read.flag("tie_word_embeddings"),
         max_positions=max_positions,
         attention_dropout=read.dropout("attention_dropout"),
+        embedding_dropout=read.dropout("hidden_dropout"),
         hidden_dropout=read.dropout("hidden_dropout"),
         **special_tokens(read),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from plait.errors import ConfigError
 from plait.model.config import (
@@ -16,6 +18,7 @@ from plait.model.config import (
 )
 from plait.model.families import register
 from plait.model.reader import ConfigReader
+from plait.ops.spec import Pairing, RotaryFp32
 
 log = logging.getLogger("plait.config")
 
@@ -48,20 +51,36 @@ def pre_norm_decoder(
     o_bias: bool = False,
     mlp_bias: bool = False,
     head_norm: NormSpec | None = None,
+    norm: NormSpec | None = None,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+    pairing: Pairing = "halves",
+    rotary_fp32: RotaryFp32 = "nothing",
+    gated: bool = True,
+    act: str = "hidden_act",
+    rope: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """The shape that Llama, Mistral, Qwen2 and Qwen3 share; what differs is passed in.
 
     windows: per layer, default all full. head_width, kv_heads: where the family's own default differs from hidden /
-    heads and the key's value.
+    heads and the key's value. norm: default RMS with `rms_norm_eps`. theta, partial: where the configuration says
+    nothing of them; partial None: the family rotates whole heads. act: the key of the activation. rope: default what
+    the configuration gives for all layers.
     """
     d, heads, num_layers = sizes(read)
     width = given_head_width(read, d, heads) if head_width is None else head_width
+    if width < 1:
+        raise ConfigError(f"head_dim={width} must be at least 1")
     if kv_heads is None:
         kv_heads = read.optional_integer("num_key_value_heads")
     max_positions = read.integer("max_position_embeddings")
-    theta = read.given("rope_theta", 10_000.0)
-    rotary = read.rotary(width, read.rope_block(), theta, max_positions)
-    norm = NormSpec(eps=read.number("rms_norm_eps"))
+    if partial is not None:
+        partial = read.given("partial_rotary_factor", partial)
+    rotary = read.rotary(
+        width, read.rope_block() if rope is None else rope, read.given("rope_theta", theta), max_positions, partial
+    )
+    if norm is None:
+        norm = NormSpec(eps=read.number("rms_norm_eps"))
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else kv_heads,
@@ -73,9 +92,9 @@ def pre_norm_decoder(
         v_bias=qkv_bias,
         o_bias=o_bias,
         head_norm=head_norm,
-        rotary=RotaryUse(0, rotary.width),
+        rotary=RotaryUse(0, rotary.width, pairing, rotary_fp32),
     )
-    mlp = FeedForwardSpec(read.integer("intermediate_size"), activation(read), up_bias=mlp_bias, down_bias=mlp_bias)
+    mlp = FeedForwardSpec(read.integer("intermediate_size"), activation(read, act), gated, mlp_bias, mlp_bias)
     return ModelConfig(
         model_type=read.model_type,
         vocab_size=read.integer("vocab_size"),
@@ -90,12 +109,17 @@ def pre_norm_decoder(
     )
 
 
-def sizes(read: ConfigReader) -> tuple[int, int, int]:
-    """(hidden_size, num_attention_heads, num_hidden_layers), each at least 1."""
-    d, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    if min(d, heads) < 1:
-        raise ConfigError(f"hidden_size={d} and num_attention_heads={heads} must be at least 1")
-    return d, heads, read.num_layers()
+def sizes(
+    read: ConfigReader,
+    hidden: str = "hidden_size",
+    heads: str = "num_attention_heads",
+    layers: str = "num_hidden_layers",
+) -> tuple[int, int, int]:
+    """(hidden size, attention heads, layers), each at least 1; by the family's own names of the keys."""
+    d, h = read.integer(hidden), read.integer(heads)
+    if min(d, h) < 1:
+        raise ConfigError(f"{hidden}={d} and {heads}={h} must be at least 1")
+    return d, h, read.num_layers(layers)
 
 
 def given_head_width(read: ConfigReader, hidden_size: int, heads: int) -> int:
@@ -119,6 +143,43 @@ def exact_head_width(hidden_size: int, heads: int) -> int:
 
 def with_window(attention: AttentionSpec, window: int) -> AttentionSpec:
     return replace(attention, window=window) if window else attention
+
+
+def each_layer(config: ModelConfig, change: Callable[[LayerSpec], LayerSpec]) -> ModelConfig:
+    """The configuration with every layer changed."""
+    return replace(config, layers=tuple(change(layer) for layer in config.layers))
+
+
+def each_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The configuration with these fields of every layer's attention changed."""
+    return each_layer(config, lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+
+
+def one_norm_for_both(config: ModelConfig, residual_first: bool = False) -> ModelConfig:
+    """The configuration with parallel branches that read the same norm."""
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        return replace(
+            layer, parallel=True, shared_norm=True, pre_feed_forward_norm=None, residual_first=residual_first
+        )
+
+    return each_layer(config, change)
+
+
+def same_window_everywhere(read: ConfigReader, used: bool = True) -> list[int]:
+    """`sliding_window` on every layer, where windows are used. `layer_types` may only say the same.
+
+    For families whose class in the transformers library builds one mask for all layers and ignores the list.
+    """
+    num_layers = read.num_layers()
+    window = read.integer("sliding_window", 0) * used
+    types = read.layer_types(num_layers)
+    expected = "sliding_attention" if window else "full_attention"
+    if types is not None and set(types) != {expected}:
+        raise ConfigError(
+            f"layer_types of a {read.model_type} must all be {expected!r} here: its layers share one mask"
+        )
+    return [window] * num_layers
 
 
 def require_window(window: int, layer_types: list[str]) -> None:
@@ -146,13 +207,6 @@ def llama(read: ConfigReader) -> ModelConfig:
 
 @register("mistral", architecture="MistralForCausalLM")
 def mistral(read: ConfigReader) -> ModelConfig:
-    num_layers = read.num_layers()
-    window = read.integer("sliding_window", 0)
-    types = read.layer_types(num_layers)
-    expected = "sliding_attention" if window else "full_attention"
-    if types is not None and set(types) != {expected}:
-        # transformers' class builds one mask for all layers and ignores the list.
-        raise ConfigError(f"layer_types of a mistral must all be {expected!r} here: its layers share one mask")
     # Absent is the class's own default, which need not be the number of heads; null is the number of heads.
     kv = read.integer("num_key_value_heads", read.integer("num_attention_heads"))
-    return pre_norm_decoder(read, windows=[window] * num_layers, kv_heads=kv)
+    return pre_norm_decoder(read, windows=same_window_everywhere(read), kv_heads=kv)
