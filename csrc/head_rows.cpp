@@ -25,6 +25,20 @@ std::vector<int32_t> chain_of(const PlaitPlan &plan, int32_t first, int32_t end,
   return chain;
 }
 
+// The buffer that a chain which ends in `buffer` begins with.
+int32_t source_of(const PlaitPlan &plan, const std::vector<int32_t> &chain, int32_t buffer) {
+  return chain.empty() ? buffer : plan.ops[chain[0]].in[0];
+}
+
+// [buffers] whether an operation has it as an output.
+std::vector<bool> named_outputs(const PlaitPlan &plan) {
+  std::vector<bool> named(plan.buffers.size());
+  for (const PlaitOp &op : plan.ops)
+    for (const int32_t out : op.out)
+      if (out >= 0 && out < int64_t(named.size())) named[out] = true;
+  return named;
+}
+
 }  // namespace
 
 bool find_head_rows(const PlaitPlan &plan, int32_t first, int32_t attend, HeadRows *rows) {
@@ -35,12 +49,35 @@ bool find_head_rows(const PlaitPlan &plan, int32_t first, int32_t attend, HeadRo
   rows->queries = chain_of(plan, first, attend - 1, op.in[0], op.i[1], cache.key_width);
   rows->keys = chain_of(plan, first, attend - 1, write.in[0], cache.num_kv_heads, cache.key_width);
   if (int64_t(rows->queries.size() + rows->keys.size()) != attend - 1 - first) return false;
+  if (std::find_first_of(rows->queries.begin(), rows->queries.end(), rows->keys.begin(), rows->keys.end()) !=
+      rows->queries.end())
+    return false;
+  // What is made here goes to the next of its chain and is written nowhere: nobody else may read it.
+  const auto reads_made = [&](const std::vector<int32_t> &chain, int32_t in) {
+    return in >= 0 && std::any_of(chain.begin(), chain.end(),
+                                  [&](int32_t i) { return buffers_overlap(plan, in, plan.ops[i].out[0]); });
+  };
+  if (reads_made(rows->queries, source_of(plan, rows->keys, write.in[0])) ||
+      reads_made(rows->keys, source_of(plan, rows->queries, op.in[0])))
+    return false;
+  const std::vector<bool> named = named_outputs(plan);
   for (int32_t i = first; i < attend; i++) {
-    // What is made here is not made where others could read it, and what is read must last until attention is done.
+    // Values and angles.
+    if (reads_made(rows->queries, plan.ops[i].in[1]) || reads_made(rows->keys, plan.ops[i].in[1])) return false;
     const int32_t made = plan.ops[i].out[0];
-    for (size_t other = 0; other < plan.ops.size() && made >= 0; other++)
-      for (const int32_t in : plan.ops[other].in)
-        if (in == made && (int64_t(other) < first || int64_t(other) > attend)) return false;
+    for (size_t other = 0; other < plan.ops.size() && made >= 0; other++) {
+      if (int64_t(other) >= first && int64_t(other) <= attend) continue;
+      const PlaitOp &reader = plan.ops[other];
+      // Those of the caller may read more than they have places to name.
+      if (reader.kind == PLAIT_OP_HOST && reader.in[2] >= 0) return false;
+      for (const int32_t in : reader.in) {
+        if (in == made) return false;
+        // A buffer that nobody writes by its own number is a part of another one. (Numbers are not checked yet.)
+        const bool part = in >= 0 && in < int64_t(named.size()) && !named[in];
+        if (part && buffers_overlap(plan, in, made)) return false;
+      }
+    }
+    // What is read must last until attention is done.
     for (const int32_t in : plan.ops[i].in)
       if (in >= 0 && buffers_overlap(plan, in, op.out[0])) return false;
   }
@@ -57,8 +94,7 @@ const float *run_head_rows(const PlaitPlan &plan, const PlaitStep &step, const H
   const int64_t group = attend.i[1] / cache.num_kv_heads, row = step.query_start[item.sequence];
   // Numbers of `buffer` that belong to the item's head, after the operations of `chain` on `heads` heads.
   const auto run = [&](const std::vector<int32_t> &chain, int32_t buffer, int64_t heads, float *to) -> const float * {
-    const int32_t source = chain.empty() ? buffer : plan.ops[chain[0]].in[0];
-    const float *x = plan.row(source, row) + item.kv_head * heads * cache.key_width;
+    const float *x = plan.row(source_of(plan, chain, buffer), row) + item.kv_head * heads * cache.key_width;
     for (const int32_t i : chain) {
       PlaitOp op = plan.ops[i];
       op.i[0] = static_cast<int32_t>(heads);

@@ -170,7 +170,7 @@ typedef struct PlaitStep {
   const int32_t *positions;     // [N], NULL: where the tokens stand in their sequences
   const int32_t *query_start;   // [S + 1]
   const int32_t *context_len;   // [S]
-  const int32_t *block_table;   // [G, S, B]
+  const int32_t *block_table;   // [G, S, B]; a block that a sequence writes in this step is read by no other one
   const int32_t *copies;        // [C, 2] source and destination blocks, done in order before anything else
   const int32_t *logit_rows;    // [R] flat token rows
   float *logits;                // [R, V], NULL where nobody wants them

@@ -29,7 +29,7 @@ EPS, SCALE, CAP = 1e-5, 0.2, 5.0
 class Toy:
     """One layer of a decoder and its head as a plan; `quantised` weights or float ones; `host`: one host operation.
 
-    apart: what keeps the rotations from being done by attention, "read again" or "written over"; None: nothing.
+    apart: what keeps the rotations from being done by attention, one of APART; None: nothing.
     """
 
     def __init__(
@@ -78,17 +78,21 @@ class Toy:
         b.op("linear", self.a1, [self.q, self.k, self.v], [q, -1, k, -1, v, -1], (3,))
         b.op("rotate", [self.q, self.angles], self.qr, (), (HEADS, WIDTH, WIDTH, 0))
         b.op("rotate", [self.k, self.angles], self.kr, (), (KV_HEADS, WIDTH, WIDTH, 0))
-        b.op("write_kv", [self.kr, self.v])
+        self.values = self.kr if apart == "values too" else self.v
+        b.op("write_kv", [self.kr, self.values])
         b.op("attend", self.qr, self.attended, (), (0, HEADS, 0), (SCALE, 0.0))
         self.apart = apart is not None  # whether the rotations have to be a stage of their own
         if apart == "read again":
             b.op("copy", self.kr, b.buffer(KV_HEADS * WIDTH))
+        elif apart == "read in part":
+            self.part = b.part(self.kr, WIDTH, WIDTH)
+            b.op("copy", self.part, b.buffer(WIDTH))
         elif apart == "written over":
             b.buffers[self.v].offset = b.buffers[self.attended].offset
         b.op("linear", [self.attended, self.x], self.x2, [o, -1], (1,))
         self.host_op = len(b.ops)
         if host:
-            b.op("host")
+            b.op("host", [self.x2, self.n1, self.attended] if apart == "read by the caller" else ())
         b.op("rms_norm", self.x2, self.n2, norm, (1, D, 0), (EPS,))
         if quantised:
             b.op("quantise", self.n2, self.a2)
@@ -125,7 +129,7 @@ class Toy:
         if n != len(owners) or self.apart:  # else attention turns them itself, head by head, and writes them nowhere
             for out, expected in zip((self.qr, self.kr), turned, strict=True):
                 near(get(out), expected)
-        expected = self.attend(step, owners, *turned, get(self.v))
+        expected = self.attend(step, owners, *turned, turned[1] if self.values == self.kr else get(self.v))
         (near_record if self.quantised else near)(get(self.attended), expected)
         near(get(self.x2), get(self.attended) @ w["o"].T + get(self.x))
         near(get(self.n2), norm(get(self.x2), self.norm_w))
@@ -220,13 +224,27 @@ def test_every_value_of_mixed_steps(monkeypatch, isa, quantised):
     run_steps(Toy(quantised))
 
 
-@pytest.mark.parametrize("apart", ["read again", "written over"])
+# Others read the turned keys, or a part of them; they are the values as well; or attention writes where the values lie
+# that it would still have to store.
+APART = ["read again", "read in part", "values too", "written over"]
+
+
+@pytest.mark.parametrize("apart", APART)
 def test_rotations_that_attention_cannot_do_itself(threads, apart):
-    """Others read the turned keys, or attention writes where the values lie that it would still have to store."""
     threads(2)
-    expected = outputs(run_steps(Toy(False), check=False))
     toy = Toy(False, apart=apart)
-    assert outputs(run_steps(toy, check=apart == "read again")) == expected
+    steps = run_steps(toy, check=apart != "written over")
+    if apart != "values too":  # which are other values
+        assert outputs(steps) == outputs(run_steps(Toy(False), check=False))
+
+
+def test_rotations_that_the_caller_may_read():
+    """A host operation names no more than three of its operands: the turned keys may be the fourth."""
+    toy = Toy(False, host=True, apart="read by the caller")
+    step = toy.step([3], [0, 1], [1], [0], [0])
+    assert toy.plan.run(step) == toy.host_op
+    assert toy.plan.run(step, toy.host_op + 1) == len(toy.builder.ops)
+    toy.check(step, [0])
 
 
 def outputs(steps: list[Steps]) -> list[bytes]:

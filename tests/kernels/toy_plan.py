@@ -110,6 +110,12 @@ class Builder:
         self.arena_bytes += -(-count * row_bytes // 64) * 64
         return len(self.buffers) - 1
 
+    def part(self, buffer: int, column: int, width: int) -> int:
+        """`width` columns of a buffer of floats, from `column` on (a multiple of 16)."""
+        whole = self.buffers[buffer]
+        self.buffers.append(abi.Buffer(whole.offset + 4 * column, whole.row_bytes, whole.rows, whole.kind, width, 0))
+        return len(self.buffers) - 1
+
     def matrix(self, rng: np.random.Generator, rows: int, cols: int, layout: str, scale: float = 0.1) -> int:
         """A random matrix in any layout."""
         if layout in abi.FLOAT_LAYOUTS:

@@ -114,7 +114,13 @@ def quantised(kind: str, rows: int, cols: int, seed: int) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize(
     ("gate_kind", "up_kind", "layout"),
-    [("Q8_0", "Q8_0", "Q8_0"), ("Q4_0", "Q4_0", "Q4_0"), ("Q4_0", "Q8_0", "BF16"), ("F16", "F32", "F32")],
+    [
+        ("Q8_0", "Q8_0", "Q8_0"),
+        ("Q4_0", "Q4_0", "Q4_0"),
+        ("Q4_0", "Q8_0", "BF16"),
+        ("F16", "F32", "F32"),
+        ("Q8_0", "F32", "F32"),
+    ],
 )
 def test_gate_and_up_of_gguf_stacks(gate_kind: str, up_kind: str, layout: str, tmp_path: Path) -> None:
     """ffn_gate_exps and ffn_up_exps, in one format or two: a stack has one, and what gate and up cannot share becomes

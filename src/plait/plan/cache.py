@@ -116,7 +116,7 @@ def _decode(entry: cachefile.Entry) -> CachedModel:
     weights = {}
     for name, shape, layout, parts in facts.pop("weights"):
         data = entry.arrays[name]
-        if packed_bytes(layout, shape, parts) != data.nbytes:
+        if parts < 1 or packed_bytes(layout, shape, parts) != data.nbytes:
             raise ValueError(f"{name} has {data.nbytes} bytes")
         weights[name] = PackedWeight(name, tuple(shape), layout, data, parts)
     return CachedModel(facts, WeightStore(weights, LoadReport(**facts.pop("report")), owner=entry))

@@ -165,7 +165,8 @@ def _common(kinds: set[str]) -> str:
     """How the parts of one weight are kept that a file stores in these formats."""
     if len(kinds) == 1:
         return next(iter(kinds))
-    return "F32" if kinds <= set(PLAIN_FORMATS) else _SUBSTITUTE
+    # No plain number is rounded on the way: only BF16 and quantised blocks fit into BF16.
+    return "F32" if kinds & (set(PLAIN_FORMATS) - {"BF16"}) else _SUBSTITUTE
 
 
 def _formats(checkpoint: Checkpoint, plan: Plan) -> Counter[str]:
