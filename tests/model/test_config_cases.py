@@ -261,7 +261,55 @@ def test_phi3_keeps_its_original_context_at_the_top_level_and_has_old_names_for_
     assert table.scaling["original_max_position_embeddings"] == 4096  # the class's default
 
 
+def test_the_original_context_beside_phi3s_rope_block_outranks_the_one_in_it_even_by_default(caplog):
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    block = {**rope, "original_max_position_embeddings": 32}
+    for beside, expected in (({"original_max_position_embeddings": 64}, 64), ({}, 4096)):
+        theirs = hugging_face("phi3", rope_scaling=block, pad_token_id=None, **beside).rope_parameters
+        (table,) = parsed("phi3", rope_scaling=block, **beside).rotary
+        assert table.scaling["original_max_position_embeddings"] == expected
+        assert theirs["original_max_position_embeddings"] == expected
+        assert "original_max_position_embeddings=32 of the rope block gives way" in caplog.text
+        caplog.clear()
+
+
+# EXAONE 4
+
+
+def test_layer_types_of_an_exaone4_decide_whatever_its_pattern_says():
+    """Published ones have "LLLG" (32B) or null (1.2B) there, which no other reading of the key allows."""
+    types = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+    config = parsed("exaone4", sliding_window=8, sliding_window_pattern="LLLG", layer_types=types)
+    assert windows(config) == [8, 8, 0, 0]
+    assert (
+        hugging_face("exaone4", sliding_window=8, sliding_window_pattern="LLLG", layer_types=types).layer_types == types
+    )
+    full = ["full_attention"] * 4
+    for window, rotates in ((None, True), (0, False), (8, False)):  # as transformers asks: is there a key, not a window
+        config = parsed("exaone4", sliding_window=window, layer_types=full)
+        assert [layer.attention.rotary is not None for layer in config.layers] == [rotates] * 4
+    assert windows(parsed("exaone4", sliding_window=None, sliding_window_pattern=None, layer_types=full)) == [0] * 4
+    assert windows(parsed("exaone4", sliding_window=8, sliding_window_pattern=2)) == [8, 0, 8, 0]
+
+
 # OLMo 3
+
+
+@pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
+def test_a_rope_scaling_beside_blocks_by_layer_type_adds_to_that_of_full_layers(model_type):
+    both = {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 400.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }
+    full, sliding = parsed(model_type, sliding_window=8, **both).rotary
+    assert (full.rope_type, full.theta, full.scaling) == ("linear", 400.0, {"factor": 4.0})
+    assert (sliding.rope_type, sliding.theta) == ("default", 50.0)
+    theirs = hugging_face(model_type, **both).rope_parameters
+    assert theirs["full_attention"] == {"rope_type": "linear", "rope_theta": 400.0, "factor": 4.0}
+    assert theirs["sliding_attention"] == both["rope_parameters"]["sliding_attention"]
 
 
 def test_theta_beside_the_blocks_of_an_olmo3_is_that_of_its_full_layers():
@@ -272,7 +320,14 @@ def test_theta_beside_the_blocks_of_an_olmo3_is_that_of_its_full_layers():
     assert [theirs[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 500_000.0]
 
 
-# GPT-NeoX and ties
+# GPT-J, GPT-NeoX and ties
+
+
+def test_the_rotary_width_of_a_gptj_is_exact():
+    """30 of 44: int(44 * (30 / 44)) is 29."""
+    config = parsed("gptj", n_embd=176, n_head=4, n_layer=2, rotary_dim=30)
+    assert config.rotary[0].width == config.layers[0].attention.rotary.width == 30
+    assert torch.allclose(table(config), 10_000.0 ** (-torch.arange(0, 30, 2) / 30))
 
 
 def test_the_rotary_fraction_of_gpt_neox_defaults_to_a_quarter():

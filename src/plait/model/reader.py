@@ -207,14 +207,15 @@ class ConfigReader:
 
     def rope_block(self) -> dict[str, Any]:
         """`rope_parameters` (transformers 5) or `rope_scaling` (transformers 4), whichever is given; a copy."""
-        old, new = self._object("rope_scaling"), self._object("rope_parameters")
+        old, new = self.mapping("rope_scaling"), self.mapping("rope_parameters")
         if old and new and old != new:
             log.warning(
                 "config.json has both rope_scaling and rope_parameters; rope_scaling is used, as transformers does"
             )
         return dict(old or new)
 
-    def _object(self, key: str) -> Mapping[str, Any]:
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; an empty one where the key is absent or null."""
         value = self.given(key, {})
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r} in config.json must be an object")
@@ -256,6 +257,8 @@ class ConfigReader:
             raise ConfigError(f"rope_type={kind!r} needs the key {key!r}")
         for key in sorted(block.keys() - needed - optional):
             value = block.pop(key)
+            if isinstance(value, Mapping):
+                raise ConfigError(f"rope_parameters.{key}: a {self.model_type} has one rotary table for all layers")
             if value is not None:
                 self._unread(f"rope_parameters.{key}", value, known=False)
         if kind in ("llama3", "yarn", "longrope"):

@@ -88,6 +88,9 @@ def _llama_biases(read: Reader, config: dict[str, Any]) -> None:
 
 def _granite(read: Reader, config: dict[str, Any]) -> None:
     """A multiplier that is absent or 0 does nothing; the softmax scale is then that of the head's width."""
+    if not read.get("rope.scaling.finetuned", bool, True):
+        # llama.cpp takes this key as the switch of this architecture's rotary positions.
+        raise read.error("rope.scaling.finetuned is false: layers that do not rotate are not supported")
     width = head_dim(read, config)
     config["attention_multiplier"] = read.get("attention.scale", float, 0.0) or width**-0.5
     config["embedding_multiplier"] = read.get("embedding_scale", float, 0.0) or 1.0

@@ -102,17 +102,20 @@ class BoundMap:
         """Parameters that nothing fills; of a stack that is filled in part, the tensors that would fill the rest."""
         missing = [name for name in parameters if filled.nothing(name)]
         holes = {name for name in parameters if not filled.nothing(name) and not filled.whole(name)}
-        if holes:
-            for file, found in self._by_file.items():
+        for read_only in (False, True):  # the names of older files only where no other would fill the hole
+            named: set[str] = set()
+            for file, found in self._by_file.items() if holes else ():
                 (part, *_) = self._assign(file, *found).parts
                 if (
-                    not found[0].read_only
+                    found[0].read_only == read_only
                     and part.name in holes
                     and part.place is not None
                     and filled.is_free(part.name, part.place)
                 ):
                     missing.append(file)
-        return missing
+                    named.add(part.name)
+            holes -= named
+        return [*missing, *sorted(holes)]
 
     def file_of(self, parameter: str, file_names: Iterable[str]) -> str | None:
         """Which of these names of a file fills one of our parameters, alone; None where none does."""

@@ -49,18 +49,21 @@ NAMES = NameMap(
 
 
 def rope_blocks(read: ConfigReader) -> tuple[dict, dict]:
-    """(full, sliding) rope parameters from either spelling; a scaling without a layer type is the full layers' own."""
-    block = read.rope_block()
-    if any(kind in block for kind in _KINDS):
-        extra = sorted(block.keys() - set(_KINDS))
-        if extra:
-            raise ConfigError(f"rope_parameters mixes layer types with the key {extra[0]!r}")
-        full, sliding = ({} if block.get(kind) is None else block[kind] for kind in _KINDS)
-        for kind, value in zip(_KINDS, (full, sliding), strict=True):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"rope_parameters.{kind}={value!r} in config.json must be an object")
-        return dict(full), dict(sliding)
-    return block, {}
+    """(full, sliding) rope parameters: `rope_parameters` by layer type; `rope_scaling` adds to the full layers' own."""
+    block, scaling = read.mapping("rope_parameters"), read.mapping("rope_scaling")
+    if block and not block.keys() & set(_KINDS):
+        # transformers would leave such a block unused.
+        raise ConfigError(f"rope_parameters of a {read.model_type} must be keyed by layer type ({', '.join(_KINDS)})")
+    extra = sorted(block.keys() - set(_KINDS))
+    if extra:
+        raise ConfigError(f"rope_parameters mixes layer types with the key {extra[0]!r}")
+    if scaling.keys() & set(_KINDS):
+        raise ConfigError(f"rope_scaling of a {read.model_type} concerns full layers; name it rope_parameters")
+    full, sliding = ({} if block.get(kind) is None else block[kind] for kind in _KINDS)
+    for kind, value in zip(_KINDS, (full, sliding), strict=True):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"rope_parameters.{kind}={value!r} in config.json must be an object")
+    return {**full, **scaling}, dict(sliding)
 
 
 def _causal(read: ConfigReader) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.errors import ConfigError
 from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RotaryUse
 from plait.model.families import register
@@ -117,7 +119,8 @@ def gptj(read: ConfigReader) -> ModelConfig:
         vocab_size=read.integer("vocab_size"),
         hidden_size=d,
         layers=(layer,) * num_layers,
-        rotary=(read.rotary(width, {}, 10_000.0, max_positions, rotating / width),),
+        # The width itself: a fraction of the head's width would not give back every whole number.
+        rotary=(replace(read.rotary(width, {}, 10_000.0, max_positions, 1.0), width=rotating),),
         final_norm=norm,
         tie_embeddings=read.flag("tie_word_embeddings"),
         max_positions=max_positions,

@@ -154,12 +154,11 @@ def exaone4(read: ConfigReader) -> ModelConfig:
     """Norms after each branch; where there is a window, the full layers do not rotate."""
     num_layers = read.num_layers()
     window = read.integer("sliding_window", 0)
-    pattern = read.integer("sliding_window_pattern")
-    if window and pattern < 1:
-        raise ConfigError(f"sliding_window_pattern={pattern} must be at least 1")
-    types = read.layer_types(num_layers) or [
-        "sliding_attention" if window and (i + 1) % pattern else "full_attention" for i in range(num_layers)
-    ]
+    windowed = read("sliding_window") is not None  # a window of 0 is none, and keeps full layers from rotating
+    types = read.layer_types(num_layers)
+    read("sliding_window_pattern")  # published models give it as text, "LLLG", or null beside layer_types, which decide
+    if types is None:
+        types = _every_last_full(read, num_layers) if windowed else ["full_attention"] * num_layers
     require_window(window, types)
     norm = NormSpec(eps=read.number("rms_norm_eps"))
     kv = _kv_heads_or_default(read)
@@ -168,9 +167,17 @@ def exaone4(read: ConfigReader) -> ModelConfig:
     def layer(spec: LayerSpec, kind: str) -> LayerSpec:
         if kind == "sliding_attention":
             return replace(spec, attention=replace(spec.attention, window=window))
-        return replace(spec, attention=replace(spec.attention, rotary=None)) if window else spec
+        return replace(spec, attention=replace(spec.attention, rotary=None)) if windowed else spec
 
     return replace(config, layers=tuple(layer(s, kind) for s, kind in zip(config.layers, types, strict=True)))
+
+
+def _every_last_full(read: ConfigReader, num_layers: int) -> list[str]:
+    """Windowed layers but for every `sliding_window_pattern`-th."""
+    pattern = read.integer("sliding_window_pattern", 0)
+    if pattern < 1:
+        raise ConfigError(f"sliding_window_pattern={pattern} must be at least 1")
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
 def _width_or_default(read: ConfigReader) -> int | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.errors import ConfigError
 from plait.model.config import ModelConfig, NormSpec
 from plait.model.families import register
 from plait.model.families.gemma import rope_blocks
@@ -83,9 +82,6 @@ def olmo3(read: ConfigReader) -> ModelConfig:
         "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)
     ]
     require_window(window, types)
-    given = read.given("rope_parameters")
-    if isinstance(given, Mapping) and given and not {"full_attention", "sliding_attention"} & given.keys():
-        raise ConfigError("rope_parameters of an olmo3 must be keyed by layer type")
     full, sliding = rope_blocks(read)
     windowed = [kind == "sliding_attention" for kind in types]
     config = _post_norm(read, [window if w else 0 for w in windowed], _OLMO3_THETA, rope=full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,9 @@ from plait.model.families.llama import (
 from plait.model.name_map import NameMap, Rule, gate_up_rows, paired, q_k_v_rows
 from plait.model.reader import ConfigReader
 
+log = logging.getLogger("plait.config")
+
+_ORIGINAL = "original_max_position_embeddings"
 _LAYER = "model.layers.{i}"
 FUSED_GATE_UP = Rule(
     f"{_LAYER}.mlp.gate_up_proj.weight",
@@ -41,9 +45,13 @@ def _phi3_rope(read: ConfigReader) -> Mapping[str, Any]:
     for key in ("type", "rope_type"):
         if block.get(key) in ("su", "yarn"):
             block[key] = "longrope"
-    original = read("original_max_position_embeddings")
-    if "longrope" in (block.get("type"), block.get("rope_type")):
-        block.setdefault("original_max_position_embeddings", original)
+    # Beside the block, and the class's default of it too, outranks what the block says.
+    original = read(_ORIGINAL)
+    if original is not None and "longrope" in (block.get("type"), block.get("rope_type")):
+        own = block.get(_ORIGINAL, original)
+        if own != original:
+            log.warning("%s=%r of the rope block gives way to the model's own, %r", _ORIGINAL, own, original)
+        block[_ORIGINAL] = original
     return block
 
 
