@@ -266,8 +266,11 @@ def test_routers_stay_fp32_in_a_bf16_model_and_survive_a_save(saved, tmp_path, f
         assert parameter.dtype == (torch.float32 if name in routers else torch.bfloat16), name
         if name in routers:
             assert torch.equal(parameter, state[name])
+    exact.model.layers.to(torch.bfloat16)  # a part of it
     moved = exact.to(torch.bfloat16)
     assert {name for name, p in moved.named_parameters() if p.dtype == torch.float32} == routers
+    assert all(torch.equal(p, state[name]) for name, p in low.named_parameters() if name in routers)
+    assert all(torch.equal(p, dict(low.named_parameters())[n]) for n, p in moved.named_parameters() if n in routers)
     low.save_pretrained(tmp_path / "low")
     again = load(tmp_path / "low", "bf16")
     assert all(torch.equal(a, b) for a, b in zip(low.parameters(), again.parameters(), strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.memory.base import Memory, MemoryStep
 from plait.memory.none import NoMemory
-from plait.model.config import ModelConfig, keeps_float32
+from plait.model.config import ModelConfig
 from plait.model.families import parse_config
 from plait.model.layers import Layer, Norm
 from plait.model.rope import rotary_table
@@ -93,15 +93,6 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What torch moves and casts a module with (`to`, `half`, ...): routers move, and stay float32."""
-        kept = {name: p.data for name, p in self.named_parameters() if keeps_float32(name)}
-        super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters():
-            if name in kept and parameter.dtype != kept[name].dtype:
-                parameter.data = kept[name].to(parameter.device)
-        return self
 
     def forward(
         self,

@@ -115,6 +115,15 @@ class Router(nn.Module):
             nn.Parameter(torch.zeros(experts), requires_grad=False) if spec.selection_bias else None
         )
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What torch moves and casts a module with (`to`, `half`, ...): a router moves, and stays float32."""
+        kept = {name: parameter.data for name, parameter in self.named_parameters()}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            if parameter.dtype != kept[name].dtype:
+                parameter.data = kept[name].to(parameter.device)
+        return self
+
     def forward(self, x: Any) -> Any:
         """x [..., D] -> ids [..., k], weights [..., k], logits [..., E]."""
         return ops.route(x, self.weight, self.bias, self.e_score_correction_bias, spec=self.spec)
