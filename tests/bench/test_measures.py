@@ -44,7 +44,7 @@ def test_our_side_gives_what_llm_gives(model: Path) -> None:
     expected = [r.outputs[0].token_ids for r in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
     timing = side.complete(prompts[0], 5)
     assert timing.tokens == list(expected[0]) and timing.prompt_s > 0 and timing.decode_s > 0
-    together = side.batch(prompts, 6)
+    together = side.batch(prompts, [6] * len(prompts))
     assert together.tokens == [list(tokens) for tokens in expected]
     assert len(together.step_times) == 6
     assert all(0 < compute <= whole for whole, compute in together.step_times)
@@ -117,6 +117,10 @@ def test_speeds_without_a_peer(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert prefill["rows"][0]["sides"]["plait"]["median"] > 0
     batch = measure_batch(model, [], requests=(2, 3), prompt_tokens=8, new_tokens=4, **common)
     assert [row["task"] for row in batch["rows"]] == ["2 requests", "3 requests"]
+    mixed = measure_batch(model, [], requests=(3,), prompt_tokens=8, new_tokens=4, random_lengths=True, **common)
+    (row,) = mixed["rows"]
+    assert row["task"] == "3 requests of random lengths" and row["limit"] is None
+    assert row["sides"]["plait"]["median"] > 0 and mixed["settings"]["random lengths"]
     for report in (decode, prefill, batch):
         assert report["engines"] == {"plait": {"plan": "reference", "weights": "float32", "kv_dtype": "fp32"}}
         assert all(len(row["sides"]["plait"]["values"]) == 2 for row in report["rows"])
@@ -130,17 +134,17 @@ def test_a_batch_whose_text_is_another_is_noted() -> None:
     ours = a_batch(*([i, 2, 3, 4, 5] for i in range(4)))
     report: dict[str, Any] = {"notes": []}
     near = a_batch(*([i, 2, 3, 4, 9] for i in range(3)), [9, 9, 9, 9, 9])
-    _check_batch(report, {"plait": [ours], "near": [near]}, 4, 5)
+    _check_batch(report, {"plait": [ours], "near": [near]}, [5] * 4)
     assert report["notes"] == []
     garbage = a_batch(*([i, 0, 0, 0, 0] for i in range(4)))
-    _check_batch(report, {"plait": [ours], "garbage": [garbage]}, 4, 5)
+    _check_batch(report, {"plait": [ours], "garbage": [garbage]}, [5] * 4)
     assert "most have under 4 tokens in common with garbage" in report["notes"][0]
     other = a_batch(*([i + 7, 2, 3, 4, 5] for i in range(4)))
-    _check_batch(report, {"plait": [ours], "other": [other]}, 4, 5)
+    _check_batch(report, {"plait": [ours], "other": [other]}, [5] * 4)
     assert "only 0 begin with the same token on other" in report["notes"][1]
     assert _equal_firsts({"plait": [ours], "near": [near]}) == {"near": "3 of 4"}
     with pytest.raises(PlaitError, match="short brought 2 tokens where 5 were asked for"):
-        _check_batch(report, {"plait": [ours], "short": [ours, a_batch([0, 2])]}, 4, 5)
+        _check_batch(report, {"plait": [ours], "short": [ours, a_batch([0, 2], *ours.tokens[1:])]}, [5] * 4)
 
 
 def test_a_request_whose_text_is_another_is_noted() -> None:

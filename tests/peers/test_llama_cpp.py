@@ -48,7 +48,7 @@ def test_a_batch_is_its_requests_one_by_one() -> None:
     prompts = make_prompts(ids, prefix, 3, 24)
     side = TheirSide("llama-cpp", path, context=40, sequences=3, threads=2)
     try:
-        together = side.batch(prompts, 6).tokens
+        together = side.batch(prompts, [6] * 3).tokens
         alone = [side.complete(prompt, 5).tokens for prompt in prompts]
     finally:
         side.close()
@@ -62,9 +62,9 @@ def test_it_chooses_between_its_caches_and_the_choice_does_not_change_the_text()
     prompts = make_prompts(ids, prefix, 3, 24)
     side = TheirSide("llama-cpp", path, context=40, sequences=3, threads=2)
     try:
-        before = side.batch(prompts, 6).tokens
+        before = side.batch(prompts, [6] * 3).tokens
         chosen = side.settle_batch(prompts, 3)
-        after = side.batch(prompts, 6).tokens
+        after = side.batch(prompts, [6] * 3).tokens
     finally:
         side.close()
     assert chosen is not None and chosen["kept"] in chosen["seconds"] and len(chosen["seconds"]) == 2

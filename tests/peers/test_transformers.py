@@ -28,8 +28,11 @@ def test_a_peer_gives_our_tokens_and_logits(peer: str, tmp_path: Path) -> None:
         timing = theirs.complete(prompts[0], 7)
         assert timing.tokens == ours.complete(prompts[0], 7).tokens and len(timing.tokens) == 8
         assert timing.prompt_s > 0
-        assert theirs.batch(prompts, 8).tokens == ours.batch(prompts, 8).tokens
+        counts = [8, 8, 8]
+        assert theirs.batch(prompts, counts).tokens == ours.batch(prompts, counts).tokens
         if peer == "transformers":
+            with pytest.raises(PeerError, match="equal length"):
+                theirs.batch(prompts, [8, 8, 7])
             window = list(range(40))
             assert np.abs(theirs.logits(window) - ours.logits(window)).max() < 1e-4
         assert peer.split("-")[0] in theirs.versions

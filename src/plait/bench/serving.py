@@ -54,7 +54,7 @@ def measure_serve_overhead(
 
     def in_process() -> BatchTiming:
         with burning(latest["share"]):
-            return ours.batch(prompts, new_tokens)
+            return ours.batch(prompts, [new_tokens] * len(prompts))
 
     with running_server(path, threads, *flags, *serve_flags) as server:
         found = alternate({OURS: over_http, IN_PROCESS: in_process}, rounds, advance)

@@ -104,9 +104,10 @@ class OurSide:
             tokens += self._step().get(request_id, [])
         return Timing(first - start, time.perf_counter() - first, tokens)
 
-    def batch(self, prompts: list[list[int]], new_tokens: int) -> BatchTiming:
-        """All requests at once, new_tokens tokens each."""
-        tokens: dict[str, list[int]] = {self._add(prompt, new_tokens): [] for prompt in prompts}
+    def batch(self, prompts: list[list[int]], new_tokens: list[int]) -> BatchTiming:
+        """All requests at once. new_tokens: of each."""
+        wanted = zip(prompts, new_tokens, strict=True)
+        tokens: dict[str, list[int]] = {self._add(prompt, count): [] for prompt, count in wanted}
         self.engine.step_times.clear()
         start = time.perf_counter()
         while self.engine.has_unfinished():
@@ -188,7 +189,7 @@ class TheirSide:
     def complete(self, prompt: list[int], new_tokens: int) -> Timing:
         return Timing(**self._process.call("complete", prompt=prompt, new_tokens=new_tokens))
 
-    def batch(self, prompts: list[list[int]], new_tokens: int) -> BatchTiming:
+    def batch(self, prompts: list[list[int]], new_tokens: list[int]) -> BatchTiming:
         return BatchTiming(**self._process.call("batch", prompts=prompts, new_tokens=new_tokens))
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:

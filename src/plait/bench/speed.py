@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plait.bench.costs import Costs, measure_costs
 from plait.bench.limits import READ_ROUNDS, read_rate
 from plait.bench.report import OURS, make_row, start_report
@@ -114,33 +116,51 @@ def measure_batch(
     requests: Sequence[int] = (8, 32),
     prompt_tokens: int = 128,
     new_tokens: int = 128,
+    random_lengths: bool = False,
     rounds: int = 5,
     threads: int,
     text: str | None = None,
     options: dict[str, Any] | None = None,
     advance: Advance = lambda: None,
 ) -> dict[str, Any]:
-    """Many requests at once: generated tokens/s, the prompts' computation included in the time."""
+    """Many requests at once: generated tokens/s, the prompts' computation included in the time.
+
+    random_lengths: prompts and outputs of a quarter to seven quarters of these numbers of tokens, the same on all
+    sides and in all rounds; such rows have no limit.
+    """
     most = max(requests)
     ids, prefix = load_text_ids(path, text)
-    prompts_of = {count: make_prompts(ids, prefix, count, prompt_tokens) for count in requests}
-    with open_sides(
-        path, peers, context=prompt_tokens + new_tokens + 1, sequences=most, threads=threads, options=options
-    ) as (ours, theirs):
+    longest = 7 * prompt_tokens // 4 if random_lengths else prompt_tokens
+    prompts_of = {count: make_prompts(ids, prefix, count, longest) for count in requests}
+    outputs_of = {count: [new_tokens] * count for count in requests}
+    context = longest + new_tokens + 1
+    if random_lengths:
+        draw = np.random.default_rng(0)
+        for count, prompts in prompts_of.items():
+            lengths = draw.integers(max(prompt_tokens // 4, len(prefix) + 1), longest, count, endpoint=True)
+            prompts_of[count] = [prompt[:n] for prompt, n in zip(prompts, lengths.tolist(), strict=True)]
+            outputs_of[count] = draw.integers(
+                max(new_tokens // 4, 1), 7 * new_tokens // 4, count, endpoint=True
+            ).tolist()
+        context = longest + 7 * new_tokens // 4 + 1
+    with open_sides(path, peers, context=context, sequences=most, threads=threads, options=options) as (ours, theirs):
         report = _start(
             "batch", path, ours, theirs, threads, rounds, prompt_tokens=prompt_tokens, new_tokens=new_tokens
         )
+        report["settings"]["random lengths"] = random_lengths
         for name, side in theirs.items():
             _settle_batch(report, name, side, prompts_of[most])
         costs = measure_costs(ours.bundle)
         for count, prompts in prompts_of.items():
+            outputs = outputs_of[count]
             sides: dict[str, Callable[[], Any]] = {
-                name: partial(side.batch, prompts, new_tokens) for name, side in _named(ours, theirs).items()
+                name: partial(side.batch, prompts, outputs) for name, side in _named(ours, theirs).items()
             }
-            sides["limit"] = partial(_batch_seconds, costs, count, prompt_tokens, new_tokens, threads)
+            if not random_lengths:
+                sides["limit"] = partial(_batch_seconds, costs, count, prompt_tokens, new_tokens, threads)
             found = alternate(sides, rounds, advance)
-            seconds = [s for s in found.pop("limit") if s is not None]
-            generated = count * new_tokens
+            seconds = [s for s in found.pop("limit", []) if s is not None]
+            generated = sum(outputs)
             details: dict[str, Any] = {
                 "requests with our first token": _equal_firsts(found),
                 "leading tokens equal to ours, median of the requests": _equal_batches(found),
@@ -148,14 +168,14 @@ def measure_batch(
             details |= python_share([times for run in found[OURS] for times in run.step_times])
             report["rows"].append(
                 make_row(
-                    f"{count} requests",
+                    f"{count} requests" + (" of random lengths" if random_lengths else ""),
                     "tokens/s",
                     {name: [generated / t.seconds for t in runs] for name, runs in found.items()},
                     limit=("products and reading", generated / Summary(seconds).median) if seconds else None,
                     details=details,
                 )
             )
-            _check_batch(report, found, count, new_tokens)
+            _check_batch(report, found, outputs)
     return report
 
 
@@ -224,7 +244,7 @@ def _equal(found: dict[str, list[Timing]]) -> dict[str, str]:
 
 def _equal_batches(found: dict[str, list[BatchTiming]]) -> dict[str, str]:
     """Per peer, how many of the leading tokens of a request agree with ours, in the middle of the requests."""
-    length = len(found[OURS][0].tokens[0])
+    length = percentile([len(tokens) for tokens in found[OURS][0].tokens], 0.5)
     return {name: f"{percentile(prefixes, 0.5)} of {length}" for name, prefixes in _prefixes(found).items()}
 
 
@@ -256,15 +276,18 @@ def _check_text(report: dict[str, Any], found: dict[str, list[Timing]], where: s
             report["notes"].append(f"{where} {name} has only {equal} leading tokens in common with {OURS}")
 
 
-def _check_batch(report: dict[str, Any], found: dict[str, list[BatchTiming]], count: int, wanted: int) -> None:
+def _check_batch(report: dict[str, Any], found: dict[str, list[BatchTiming]], wanted: list[int]) -> None:
     """A note where a side's text is not ours for most requests: other first tokens, or only those in common."""
+    count = len(wanted)
     for name, runs in found.items():
-        _check_counts(name, [len(tokens) for run in runs for tokens in run.tokens], wanted)
+        for run in runs:
+            for tokens, number in zip(run.tokens, wanted, strict=True):
+                _check_counts(name, [len(tokens)], number)
     for name, prefixes in _prefixes(found).items():
         alike = sum(n > 0 for n in prefixes)
         if 2 * alike <= count:
             report["notes"].append(f"{count} requests: only {alike} begin with the same token on {name} as on {OURS}")
-        elif percentile(prefixes, 0.5) < min(_PLAUSIBLE_TOKENS, wanted):
+        elif percentile(prefixes, 0.5) < min(_PLAUSIBLE_TOKENS, *wanted):
             report["notes"].append(
                 f"{count} requests: most have under {_PLAUSIBLE_TOKENS} tokens in common with {name}"
             )

@@ -26,7 +26,9 @@ NAMES = {
     "limits": Bench("read bandwidth and matrix-product rates of this machine", ("threads",)),
     "decode": Bench("tokens/s of one greedy request after its prompt", (*_SIDES, "context", "new_tokens")),
     "prefill": Bench("tokens/s of a prompt", (*_SIDES, "prompt_tokens")),
-    "batch": Bench("tokens/s of many requests at once", (*_SIDES, "requests", "prompt_tokens", "new_tokens")),
+    "batch": Bench(
+        "tokens/s of many requests at once", (*_SIDES, "requests", "prompt_tokens", "new_tokens", "random_lengths")
+    ),
     "serve-overhead": Bench(
         "streams over HTTP against the same requests in process",
         (*_EVERY, "rounds", "requests", "prompt_tokens", "new_tokens"),
@@ -62,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=_numbers, metavar="N,N", help="at once (default: 8,32; over HTTP: 32)")
     parser.add_argument("--prompt-tokens", type=_numbers, metavar="N", help="default: 128; prefill: 512, or N,N")
     parser.add_argument("--new-tokens", type=positive, metavar="N", help="default: 64; of many requests each 128")
+    parser.add_argument(
+        "--random-lengths", action="store_true", default=None, help="batch: a quarter to seven quarters of these tokens"
+    )
     parser.add_argument("--windows", type=positive, metavar="N", help="accuracy: how many (default: 4)")
     parser.add_argument("--window", type=positive, metavar="N", help="accuracy: tokens of each (default: 512)")
     parser.add_argument("--text", metavar="FILE", help="text that prompts are cut from (default: two old novels)")
@@ -174,6 +179,7 @@ def _measure_batch(path: Path, models: list[Any], count: int, args: argparse.Nam
             requests=requests,
             prompt_tokens=_one_number(args.prompt_tokens, "--prompt-tokens") or 128,
             new_tokens=args.new_tokens or 128,
+            random_lengths=bool(args.random_lengths),
             advance=_one(counter),
             **_speed(args, count),
         )

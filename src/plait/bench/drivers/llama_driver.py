@@ -111,10 +111,10 @@ class Model:
                 api.llama_synchronize(self.context)
         return first
 
-    def step(self, tokens: list[int], position: int) -> list[int]:
-        """One more token of every sequence: [S] in, [S] out."""
-        self.decode([(token, position, sequence, 1) for sequence, token in enumerate(tokens)])
-        return self.logits(len(tokens)).argmax(1).tolist()
+    def step(self, rows: list[tuple[int, int, int]]) -> list[int]:
+        """The greedy token after each (token, position, sequence)."""
+        self.decode([(*row, 1) for row in rows])
+        return self.logits(len(rows)).argmax(1).tolist()
 
 
 _model: Model | None = None
@@ -145,19 +145,21 @@ def complete(prompt: list[int], new_tokens: int) -> dict[str, Any]:
     tokens = model.prefill([prompt])
     first = time.perf_counter()
     for i in range(new_tokens):
-        tokens += model.step(tokens[-1:], len(prompt) + i)
+        tokens += model.step([(tokens[-1], len(prompt) + i, 0)])
     return {"prompt_s": first - start, "decode_s": time.perf_counter() - first, "tokens": tokens}
 
 
-def batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Prompts of equal length together: all prefills, then `new_tokens` - 1 steps with a token of each."""
+def batch(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+    """Prompts together: all prefills, then steps with a token of each that has not got its number yet."""
     model = _loaded()
     model.clear()
     start = time.perf_counter()
-    steps = [model.prefill(prompts)]
-    for i in range(new_tokens - 1):
-        steps.append(model.step(steps[-1], len(prompts[0]) + i))
-    return {"seconds": time.perf_counter() - start, "tokens": [list(column) for column in zip(*steps, strict=True)]}
+    tokens = [[first] for first in model.prefill(prompts)]
+    while active := [s for s, found in enumerate(tokens) if len(found) < new_tokens[s]]:
+        rows = [(tokens[s][-1], len(prompts[s]) + len(tokens[s]) - 1, s) for s in active]
+        for s, token in zip(active, model.step(rows), strict=True):
+            tokens[s].append(token)
+    return {"seconds": time.perf_counter() - start, "tokens": tokens}
 
 
 def settle_batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -170,8 +172,8 @@ def settle_batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     seconds = {}
     for unified, name in names.items():
         model.open_context(unified)
-        batch(prompts[:2], 2)
-        seconds[name] = min(batch(prompts, new_tokens)["seconds"] for _ in range(2))
+        batch(prompts[:2], [2, 2])
+        seconds[name] = min(batch(prompts, [new_tokens] * len(prompts))["seconds"] for _ in range(2))
     unified = seconds[names[True]] < 0.98 * seconds[names[False]]
     if not unified:
         model.open_context(False)

@@ -41,12 +41,14 @@ def complete(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def batch(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
     """Prompts of equal length in one static batch."""
+    if len({len(prompt) for prompt in prompts}) > 1 or len(set(new_tokens)) > 1:
+        raise ValueError("one static batch has prompts and outputs of equal length")
     start = time.perf_counter()
     out = _model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
     steps = [out.logits[:, -1].argmax(-1)]
-    for _ in range(new_tokens - 1):
+    for _ in range(new_tokens[0] - 1):
         out = _model(steps[-1][:, None], past_key_values=out.past_key_values, use_cache=True)
         steps.append(out.logits[:, -1].argmax(-1))
     return {"seconds": time.perf_counter() - start, "tokens": torch.stack(steps, 1).tolist()}

@@ -78,10 +78,10 @@ def _cache_bytes(config: dict[str, Any], context: int, sequences: int, width: in
     return int(blocks * _BLOCK_TOKENS * token_bytes)
 
 
-def _generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+def _generate(prompts: list[list[int]], new_tokens: list[int]) -> tuple[float, list[list[int]]]:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new_tokens]
     start = time.perf_counter()
     outputs = _llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -90,15 +90,15 @@ def _generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, list[li
 
 def complete(prompt: list[int], new_tokens: int) -> dict[str, Any]:
     """Its first token alone, then the request with `new_tokens` more: the difference is theirs."""
-    prompt_s, _ = _generate([prompt], 1)
-    whole_s, tokens = _generate([prompt], new_tokens + 1)
+    prompt_s, _ = _generate([prompt], [1])
+    whole_s, tokens = _generate([prompt], [new_tokens + 1])
     if whole_s <= prompt_s:
         raise RuntimeError(f"{new_tokens} tokens took no measurable time beside the prompt's: ask for more of them")
     time.sleep(_QUIET_S)
     return {"prompt_s": prompt_s, "decode_s": whole_s - prompt_s, "tokens": tokens[0]}
 
 
-def batch(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def batch(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
     seconds, tokens = _generate(prompts, new_tokens)
     time.sleep(_QUIET_S)
     return {"seconds": seconds, "tokens": tokens}
