@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import plait
+from plait.kernels.native import native_library, reason
 from plait.model.decoder import Decoder, from_config
 from plait.ops.step import StepInputs
 from tests.configs import CONFIGS
@@ -44,7 +45,12 @@ def generate(llm: plait.LLM, count: int) -> Any:
     return llm.generate({"prompt_token_ids": PROMPT}, params)[0]
 
 
-@pytest.mark.parametrize("plan", ["reference", "native"])
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}")
+)
+
+
+@pytest.mark.parametrize("plan", ["reference", NATIVE])
 def test_a_request_keeps_the_table_that_its_last_token_needs(decoder: Decoder, plan: str) -> None:
     """60 + 4 tokens are the original context and short; 60 + 10 are beyond, and long from the first token on."""
     llm = plait.LLM(decoder, plan=plan, kv_memory="4MiB", max_batched_tokens=64, threads=1)
