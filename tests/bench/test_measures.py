@@ -14,6 +14,7 @@ from plait.bench.costs import Costs, measure_costs
 from plait.bench.processes import read_plan
 from plait.bench.sides import BatchTiming, OurSide, Timing
 from plait.bench.speed import (
+    _batch_seconds,
     _check_batch,
     _check_text,
     _equal_firsts,
@@ -91,9 +92,24 @@ def test_limits_of_products_count_attention_and_every_row_of_logits(monkeypatch:
     costs = Costs(multiply_adds={"Q4_1": 1000}, head=("Q8_0", 500), attention=[(8, 0), (8, 3)])
     assert costs.attended(0, 4) == 8 * (1 + 2 + 3 + 4) + 8 * (1 + 2 + 3 + 3)
     assert costs.attended(10, 1) == 8 * 11 + 8 * 3
-    assert costs.seconds(4, 2, 152, 1) == pytest.approx(4 * 1000 / 100 + 2 * 500 / 50 + 152 / 10)
+    assert costs.rates(1) == rates
+    assert costs.seconds(rates, 4, 2, 152) == pytest.approx(4 * 1000 / 100 + 2 * 500 / 50 + 152 / 10)
     monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: None)
-    assert costs.seconds(4, 2, 152, 1) is None
+    assert costs.rates(1) is None
+
+
+def test_the_limit_of_a_batch_counts_the_requests_that_are_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"Q4_1": 100.0, "Q8_0": 50.0, "F32": 10.0}
+    monkeypatch.setattr("plait.bench.costs.product_rate", lambda layout, threads: rates[layout])
+    monkeypatch.setattr("plait.bench.speed.read_rate", lambda num_bytes, threads: 4.0)
+    costs = Costs(90, {"Q4_1": 1000}, ("Q8_0", 500), caches=[(5, 0)], attention=[(8, 0)])
+    # Prompts of 3 and 1 tokens, 7 keys seen in all. The second token of both sees 4 and 2 keys; then one request is
+    # left, whose bytes (90 + 5 * 5 keys, at 4 a second) take longer than its products.
+    prompts = (4 * 1000) / 100 + 2 * 500 / 50 + 7 * 8 / 10
+    both = 2 * 1000 / 100 + 2 * 500 / 50 + (4 + 2) * 8 / 10
+    assert both > (90 + (4 + 2) * 5) / 4
+    assert 1000 / 100 + 500 / 50 + 5 * 8 / 10 < (90 + 25) / 4
+    assert _batch_seconds(costs, [3, 1], [3, 2], 1) == pytest.approx(prompts + both + (90 + 25) / 4)
 
 
 def test_python_share() -> None:
@@ -119,7 +135,7 @@ def test_speeds_without_a_peer(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["task"] for row in batch["rows"]] == ["2 requests", "3 requests"]
     mixed = measure_batch(model, [], requests=(3,), prompt_tokens=8, new_tokens=4, random_lengths=True, **common)
     (row,) = mixed["rows"]
-    assert row["task"] == "3 requests of random lengths" and row["limit"] is None
+    assert row["task"] == "3 requests of random lengths" and row["limit"]["value"] > 0
     assert row["sides"]["plait"]["median"] > 0 and mixed["settings"]["random lengths"]
     for report in (decode, prefill, batch):
         assert report["engines"] == {"plait": {"plan": "reference", "weights": "float32", "kv_dtype": "fp32"}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -43,22 +45,21 @@ class Costs:
         visible = {window: sum(min(n, window) if window else n for n in keys) for _, window in self.attention}
         return sum(count * visible[window] for count, window in self.attention)
 
-    def seconds(self, tokens: int, rows: int, attended: int, threads: int) -> float | None:
-        """Seconds of the products of a step at the rates measured now; None where a rate is unknown.
+    def rates(self, threads: int) -> dict[str, float] | None:
+        """Multiply-adds per second of every kind of product of a step, measured now; None where one is unknown."""
+        rates = {name: product_rate(name, threads) for name in {*self.multiply_adds, self.head[0], "F32"}}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        return known if len(known) == len(rates) else None
+
+    def seconds(self, rates: Mapping[str, float], tokens: int, rows: int, attended: int) -> float:
+        """Seconds of the products of a step at these rates.
 
         tokens: of all sequences; rows: of logits; attended: multiply-adds of attention, which are products in fp32.
         """
-        layout, head = self.head
-        work = {name: count * tokens for name, count in self.multiply_adds.items()}
-        work[layout] = work.get(layout, 0) + head * rows
-        work["F32"] = work.get("F32", 0) + attended
-        total = 0.0
-        for name, count in work.items():
-            rate = product_rate(name, threads) if count else 1.0
-            if rate is None:
-                return None
-            total += count / rate
-        return total
+        work = Counter({name: count * tokens for name, count in self.multiply_adds.items()})
+        work[self.head[0]] += self.head[1] * rows
+        work["F32"] += attended
+        return sum(count / rates[name] for name, count in work.items())
 
 
 def measure_costs(bundle: EngineBundle) -> Costs:

@@ -92,7 +92,7 @@ def measure_prefill(
             sides: dict[str, Callable[[], Any]] = {
                 name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()
             }
-            sides["products"] = partial(costs.seconds, length, 1, costs.attended(0, length), threads)
+            sides["products"] = partial(_prompt_seconds, costs, length, threads)
             found = alternate(sides, rounds, advance)
             seconds = [s for s in found.pop("products") if s is not None]
             kinds = "products in " + ", ".join(sorted({*costs.multiply_adds, costs.head[0]})) + ", attention in F32"
@@ -126,7 +126,7 @@ def measure_batch(
     """Many requests at once: generated tokens/s, the prompts' computation included in the time.
 
     random_lengths: prompts and outputs of a quarter to seven quarters of these numbers of tokens, the same on all
-    sides and in all rounds; such rows have no limit.
+    sides and in all rounds.
     """
     most = max(requests)
     ids, prefix = load_text_ids(path, text)
@@ -156,10 +156,9 @@ def measure_batch(
             sides: dict[str, Callable[[], Any]] = {
                 name: partial(side.batch, prompts, outputs) for name, side in _named(ours, theirs).items()
             }
-            if not random_lengths:
-                sides["limit"] = partial(_batch_seconds, costs, count, prompt_tokens, new_tokens, threads)
+            sides["limit"] = partial(_batch_seconds, costs, [len(prompt) for prompt in prompts], outputs, threads)
             found = alternate(sides, rounds, advance)
-            seconds = [s for s in found.pop("limit", []) if s is not None]
+            seconds = [s for s in found.pop("limit") if s is not None]
             generated = sum(outputs)
             details: dict[str, Any] = {
                 "requests with our first token": _equal_firsts(found),
@@ -192,16 +191,30 @@ def python_share(step_times: Sequence[tuple[float, float]]) -> dict[str, str]:
     }
 
 
-def _batch_seconds(costs: Costs, count: int, prompt_tokens: int, new_tokens: int, threads: int) -> float | None:
-    """The least time of a batch: its products at the measured rate, or its bytes at the measured bandwidth."""
-    products = costs.seconds(count * prompt_tokens, count, count * costs.attended(0, prompt_tokens), threads)
-    middle = prompt_tokens + new_tokens // 2
-    step = costs.seconds(count, count, count * costs.attended(middle, 1), threads)
-    if products is None or step is None:
+def _prompt_seconds(costs: Costs, tokens: int, threads: int) -> float | None:
+    """The least time of a prompt: its products at the rates measured now."""
+    rates = costs.rates(threads)
+    return None if rates is None else costs.seconds(rates, tokens, 1, costs.attended(0, tokens))
+
+
+def _batch_seconds(costs: Costs, prompts: Sequence[int], outputs: Sequence[int], threads: int) -> float | None:
+    """The least time of a batch whose requests all run at once: the prompts' products at the rates measured now, then
+    step by step the products of the requests that are not done or, where that takes longer, their bytes.
+
+    prompts, outputs: tokens of each request.
+    """
+    rates = costs.rates(threads)
+    if rates is None:
         return None
-    kept = count * (costs.bytes_read(middle) - costs.weight_bytes)
-    reading = (costs.weight_bytes + kept) / read_rate(max(costs.weight_bytes, _MIN_READ_BYTES), threads)
-    return products + (new_tokens - 1) * max(step, reading)
+    bandwidth = read_rate(max(costs.weight_bytes, _MIN_READ_BYTES), threads)
+    total = costs.seconds(rates, sum(prompts), len(prompts), sum(costs.attended(0, n) for n in prompts))
+    for step in range(1, max(outputs)):  # the first token of each comes with its prompt
+        contexts = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]
+        attended = sum(costs.attended(context - 1, 1) for context in contexts)
+        kept = sum(costs.bytes_read(context) - costs.weight_bytes for context in contexts)
+        products = costs.seconds(rates, len(contexts), len(contexts), attended)
+        total += max(products, (costs.weight_bytes + kept) / bandwidth)
+    return total
 
 
 def _named(ours: OurSide, theirs: dict[str, TheirSide]) -> dict[str, OurSide | TheirSide]:
