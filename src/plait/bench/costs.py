@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from plait.bench.limits import product_rate
+from plait.ops.spec import LatentSpec
 from plait.weights.store import VECTOR
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Costs:
     head: tuple[str, int] = ("F32", 0)
     caches: list[tuple[int, int]] = field(default_factory=list)  # (bytes per token, window) of every layer
     attention: list[tuple[int, int]] = field(default_factory=list)  # (multiply-adds per token and key, window)
+    latent: list[LatentSpec] = field(default_factory=list)  # of every layer with latent attention
 
     def bytes_read(self, context: int) -> int:
         """Bytes of weights, keys and values that a token at position `context` makes the machine read."""
@@ -38,10 +40,18 @@ class Costs:
         return sum(self.multiply_adds.values()) + self.head[1]
 
     def attended(self, first: int, tokens: int) -> int:
-        """Multiply-adds of attention for `tokens` tokens of one sequence, the first of them at position `first`."""
+        """Multiply-adds of attention for `tokens` tokens of one sequence, the first of them at position `first`; of
+        latent attention in its cheaper form."""
         keys = range(first + 1, first + tokens + 1)
         visible = {window: sum(min(n, window) if window else n for n in keys) for _, window in self.attention}
-        return sum(count * visible[window] for count, window in self.attention)
+        pairs = sum(keys)
+        total = sum(count * visible[window] for count, window in self.attention)
+        for spec in self.latent:
+            # The product with W is among the weights', once a token; the expanded form makes older keys again.
+            again = first * spec.latent_width * (spec.nope_width + spec.value_width)
+            expanded = again + pairs * (spec.key_width + spec.value_width)
+            total += spec.num_heads * min(expanded, pairs * (spec.row_width + spec.latent_width))
+        return total
 
     def seconds(self, tokens: int, rows: int, attended: int, threads: int) -> float | None:
         """Seconds of the products of a step at the rates measured now; None where a rate is unknown.
@@ -80,6 +90,8 @@ def measure_costs(bundle: EngineBundle) -> Costs:
             spec = op.attrs["spec"]
             widths = spec["key_width"] + spec["value_width"]
             costs.attention.append((spec["num_heads"] * widths, spec["window"]))
+        if op.name == "attend_latent":
+            costs.latent.append(LatentSpec(**op.attrs["spec"]))
         if op.name == "embed":
             continue
         for ref in op.weights:
