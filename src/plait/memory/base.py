@@ -40,7 +40,6 @@ class MemoryStep:
         """The reference of `attend` on tensors; each memory has its own."""
         raise TypeError(f"{type(self).__name__} holds no tensors")
 
-
     def attend_latent(self, layer: int, q: Any, latent: Any, k_rope: Any, weight: Any, spec: LatentSpec) -> Any:
         """q [..., H, nope + rope], latent [..., r], k_rope [..., 1, rope] of a layer, weight [H (nope + v), r] -> [...,
         H, v]. The step's rows [latent ; k_rope] are written first."""

@@ -43,9 +43,9 @@ class Prefill:
 class Decode:
     """Sequences with one query each, padded to equal width.
 
-    rows: their flat rows [S]. contexts: their keys [S], of every sequence. blocks: [S * B]. low, high: the keys that are
-    read, when S is 1. mask: bool [S, 1, 1, C], None when S is 1. stale: (sequence, key) indices of rows beyond a
-    sequence's end.
+    rows: their flat rows [S]. contexts: how many keys each has [S]. blocks: [S * B]. low, high: the keys that are read,
+    when S is 1. mask: bool [S, 1, 1, C], None when S is 1. stale: (sequence, key) indices of rows beyond a sequence's
+    end.
     """
 
     rows: Tensor
@@ -187,8 +187,9 @@ class PagedStep(MemoryStep):
 def slot_views(numbers: Tensor, group: CacheGroup) -> tuple[Tensor, Tensor]:
     """Keys [blocks, tokens, Hk * dk] and values [blocks, tokens, Hk * dv] of one layer slot [blocks, numbers]; of a
     latent layer its rows, and values of no width."""
-    tokens, (k, v) = group.block_tokens, (
-        group.cache.num_kv_heads * width for width in (group.cache.key_width, group.cache.value_width)
+    tokens, (k, v) = (
+        group.block_tokens,
+        (group.cache.num_kv_heads * width for width in (group.cache.key_width, group.cache.value_width)),
     )
     keys = numbers[:, : tokens * k].unflatten(1, (tokens, k))
     return keys, numbers[:, tokens * k : tokens * (k + v)].unflatten(1, (tokens, v))

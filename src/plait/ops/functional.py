@@ -66,9 +66,7 @@ def attend(q: Any, k: Any, v: Any, *, layer: int, spec: AttendSpec, memory: Any)
     return reference.attend(q, k, v, layer=layer, spec=spec, memory=memory)
 
 
-def attend_latent(
-    q: Any, latent: Any, k_rope: Any, weight: Any, *, layer: int, spec: LatentSpec, memory: Any
-) -> Any:
+def attend_latent(q: Any, latent: Any, k_rope: Any, weight: Any, *, layer: int, spec: LatentSpec, memory: Any) -> Any:
     """Write latent [..., r] and k_rope [..., 1, rope] of a layer into the memory, attend with q [..., H, nope + rope],
     whose last features are rotated: -> [..., H, v]. weight: [H (nope + v), r]."""
     if isinstance(q, Symbol):

@@ -1,9 +1,9 @@
 """Latent attention: which of its two equal forms a sequence of a step takes, and what they cost. No torch.
 
 Expanded: keys [W_uk c ; k_rope] and values W_uv c of every head are made of the cached rows [c ; k_rope], then ordinary
-attention. Absorbed: W_uk goes to the query, q~ = W_uk^T q_nope, and all heads attend to the cached rows themselves, whose
-first r features are the values; W_uv maps each head's result back. The first is cheaper for prompts, the second for
-decoding.
+attention. Absorbed: W_uk goes to the query, q~ = W_uk^T q_nope, and all heads attend to the cached rows themselves,
+whose first r features are the values; W_uv maps each head's result back. The first is cheaper for prompts, the second
+for decoding.
 """
 
 from __future__ import annotations
