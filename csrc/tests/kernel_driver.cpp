@@ -363,13 +363,17 @@ void check_attention(const char *isa) {
 
 // --- plans --------------------------------------------------------------------------------------------------------
 
-// A layer with random weights: norm, q, k, v, rotation, attention, gated products, experts, logits.
+// A layer with random weights: norm, q, k, v, rotation, attention, gated products, experts, latent attention, logits.
 struct Toy {
   static constexpr int kExperts = 6, kChosen = 3, kInner = 32;
   static constexpr int kDim = 64, kHeads = 4, kKvHeads = 2, kWidth = 32, kHidden = 160, kVocab = 107, kBlock = 8;
-  static constexpr int kTokens = 64, kBlocks = 33;
+  static constexpr int kTokens = 64, kBlocks = 33, kLatent = 64, kNope = 16, kValue = 32;
 
-  explicit Toy(uint64_t seed) : pool(kBlocks * kBlock * kKvHeads * kWidth * 2), frequencies(kWidth / 2), norm(kDim) {
+  explicit Toy(uint64_t seed)
+      : pool(kBlocks * kBlock * kKvHeads * kWidth * 2),
+        latents(kBlocks * kBlock * (kLatent + kWidth)),
+        frequencies(kWidth / 2),
+        norm(kDim) {
     state = seed;
     for (int i = 0; i < kWidth / 2; i++) frequencies[i] = float(pow(100.0, -i / 16.0));
     fill(norm);
@@ -382,6 +386,14 @@ struct Toy {
       matrices.push_back(weights.back()->packed);
     }
     matrices.push_back({PLAIT_LAYOUT_VECTOR, 0, 1, kDim, 4 * kDim, norm.data()});
+    // Of latent attention: queries, latents, rotary keys, keys and values of a latent, queries for latents, output.
+    const int more[][3] = {{0, kHeads * (kNope + kWidth), kDim}, {1, kLatent, kDim}, {2, kWidth, kDim},
+                           {7, kHeads * (kNope + kValue), kLatent}, {1, kHeads * kLatent, kNope},
+                           {0, kDim, kHeads * kValue}};
+    for (const auto &shape : more) {
+      weights.push_back(new Matrix(kFormats[shape[0]], shape[1], shape[2]));
+      matrices.push_back(weights.back()->packed);
+    }
     const int q8 = PLAIT_KIND_Q8, f = PLAIT_KIND_F32;
     const int x = buffer(kDim, f), angles = buffer(kWidth, f), n1 = buffer(kDim, f), a1 = buffer(kDim, q8);
     const int q = buffer(kHeads * kWidth, f), k = buffer(kKvHeads * kWidth, f), v = buffer(kKvHeads * kWidth, f);
@@ -409,22 +421,33 @@ struct Toy {
     op(PLAIT_OP_ROUTE, {choice}, {ids, shares}, {-1}, {kExperts, kChosen, PLAIT_SCORES_SOFTMAX, 1}, {1.0f});
     op(PLAIT_OP_EXPERTS, {a1, ids, shares}, {y, inner, results}, {10, -1, 11, -1}, {PLAIT_ACT_SILU, kExperts, 1}, {});
     op(PLAIT_OP_ADD, {x, y}, {x}, {}, {}, {});
+    const int lq = buffer(kHeads * (kNope + kWidth), f), latent = buffer(kLatent, f), turning = buffer(kWidth, f);
+    const int mixed = buffer(kHeads * kValue, f);
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {12}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_LINEAR, {n1}, {lq, latent, turning}, {13, -1, 14, -1, 15, -1}, {3}, {});
+    op(PLAIT_OP_ROTATE, {lq, angles}, {lq}, {}, {kHeads, kNope + kWidth, kWidth, 1, kNope}, {});
+    op(PLAIT_OP_ROTATE, {turning, angles}, {turning}, {}, {1, kWidth, kWidth, 1}, {});
+    op(PLAIT_OP_WRITE_KV, {latent, turning}, {}, {}, {1}, {});
+    op(PLAIT_OP_ATTEND_LATENT, {lq}, {mixed}, {16, 17}, {1, kHeads, kNope, kValue}, {0.2f, 1.0f});
+    op(PLAIT_OP_LINEAR, {mixed, x}, {x}, {18}, {1}, {});
     op(PLAIT_OP_HIDDEN, {x}, {}, {}, {}, {});
     op(PLAIT_OP_SELECT_ROWS, {x}, {rows}, {}, {}, {});
     op(PLAIT_OP_LOGITS, {rows}, {}, {8}, {}, {4.0f});
     const int64_t block_bytes = int64_t{kBlock} * kKvHeads * kWidth * 2 * 4;
-    cache = {reinterpret_cast<uint8_t *>(pool.data()), block_bytes, 0, kBlock, kKvHeads, kWidth, kWidth,
-             PLAIT_KV_F32, 0, 0};
+    caches[0] = {reinterpret_cast<uint8_t *>(pool.data()), block_bytes, 0, kBlock, kKvHeads, kWidth, kWidth,
+                 PLAIT_KV_F32, 0, 0};
+    caches[1] = {reinterpret_cast<uint8_t *>(latents.data()), 2 * kBlock * (kLatent + kWidth), 0, kBlock, 1,
+                 kLatent + kWidth, 0, PLAIT_KV_BF16, kLatent, 0};
     PlaitPlanSpec spec = {};
     spec.ops = ops.data();
     spec.buffers = buffers.data();
     spec.matrices = matrices.data();
-    spec.caches = &cache;
+    spec.caches = caches;
     spec.tables = frequencies.data();
     spec.num_ops = int32_t(ops.size());
     spec.num_buffers = int32_t(buffers.size());
     spec.num_matrices = int32_t(matrices.size());
-    spec.num_caches = 1;
+    spec.num_caches = 2;
     spec.num_table_floats = kWidth / 2;
     spec.max_tokens = kTokens;
     spec.max_rows = 4;
@@ -432,7 +455,7 @@ struct Toy {
     spec.sampled_ids = 99;
     spec.arena_bytes = arena_bytes;
     spec.copy_slots = 1;
-    spec.pool = cache.base;
+    spec.pool = caches[0].base;
     spec.slot_stride = kBlocks * block_bytes;
     spec.block_bytes = block_bytes;
     plan = plait_plan_create(&spec);
@@ -510,12 +533,14 @@ struct Toy {
     return all;
   }
 
-  Array<float> pool, frequencies, norm;
+  Array<float> pool;
+  Array<uint16_t> latents;
+  Array<float> frequencies, norm;
   std::vector<Matrix *> weights;
   std::vector<PlaitMatrix> matrices;
   std::vector<PlaitBuffer> buffers;
   std::vector<PlaitOp> ops;
-  PlaitCache cache = {};
+  PlaitCache caches[2] = {};
   int64_t arena_bytes = 0;
   PlaitPlan *plan = nullptr;
 };
