@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ class Layer:
         step = Steps([0] * start[-1], start, [a + n for _, a, n in parts], table, [], VOCABULARY, 1, want_logits=False)
         self.plan.run(step)
         out = self.plan.rows(self.out, start[-1]).copy().reshape(-1, s.heads, s.value)
-        return [out[a:b] for a, b in zip(start, start[1:], strict=False)]
+        return [out[a:b] for a, b in pairwise(start)]
 
     def expected(self, part: tuple[int, int, int], form: str) -> tuple[np.ndarray, np.ndarray]:
         """The result in float64, and what a rounding of the absorbed form's results to 8 bits may add to it."""

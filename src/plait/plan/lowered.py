@@ -85,7 +85,8 @@ class HostCall:
 class Lowered:
     """A plan but for the addresses. caches: model layer of each PlaitCache. tables: all rotary frequencies, float32.
 
-    latents: model layer -> how many numbers of its cached rows are the latent. host: index into ops -> what to compute there.
+    latents: model layer -> how many numbers of its cached rows are the latent. host: index into ops -> what to compute
+    there.
     """
 
     ops: list[PlanOp] = field(default_factory=list)

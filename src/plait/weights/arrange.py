@@ -35,7 +35,7 @@ class LoadReport:
 
     dtype: what the weights are kept in ("bfloat16", or the packed layouts, the largest first). formats: tensors by
     storage format of the file; expanded: those that were not floats there and are now kept as `expanded_to`.
-    exact: the shortest dtype ("float32", ...) that holds every weight as it is kept. second_bytes: of weight_bytes, what
+    exact: the shortest dtype ("float32", ...) that holds every weight as it is kept. second_bytes: what of weight_bytes
     the second layout of latent attention's weights takes.
     """
 

@@ -1,9 +1,9 @@
 """The second layout of latent attention's weights: of every head the rows that make keys, transposed. No torch.
 
-`kv_b_proj` [H (nope + v), r] makes each head's keys and values of a latent. The absorbed form (plait.ops.latent) multiplies
-queries with the transpose of the rows that make keys, which a packed matrix cannot be read as: it lies beside the weight
-as a stack [H, r, nope], under a name that is no parameter's. Its numbers are the weight's own, in bf16 where that is
-quantised.
+`kv_b_proj` [H (nope + v), r] makes each head's keys and values of a latent. The absorbed form (plait.ops.latent)
+multiplies queries with the transpose of the rows that make keys, which a packed matrix cannot be read as: it lies
+beside the weight as a stack [H, r, nope], under a name that is no parameter's. Its numbers are the weight's own, in
+bf16 where that is quantised.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class Packing:
     def weights(self, threads: int | None = None, allocate: Allocate = aligned_bytes) -> Iterator[PackedWeight]:
         """Every weight, packed, one after the other; the file's pages of each are given back as it is done.
 
-        A weight's second layout follows it. A stack of experts comes when the last of its tensors is packed: they are taken together, wherever they stand in
-        the file.
+        A stack of experts comes when the last of its tensors is packed: they are taken together, wherever they stand in
+        the file. A weight's second layout follows it.
         """
         source = self.checkpoint.source
         count = usable_cpus() if threads is None else threads
