@@ -18,10 +18,12 @@ _MIXTURE = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+# Absent, this key is the class's own default in all families but deepseek_v2.
+_HEADS = {"num_key_value_heads": 6}
 _v2 = family("deepseek_v2", **SMALL, **_LATENT, **_MIXTURE)
-_v3 = family("deepseek_v3", **SMALL, **_LATENT, **_MIXTURE, routed_scaling_factor=1.6)
-_k2 = family("kimi_k2", **SMALL, **_LATENT, **_MIXTURE, n_group=1, topk_group=1, routed_scaling_factor=1.8)
-_minicpm3 = family("minicpm3", **SMALL, **_LATENT, scale_emb=1.3, scale_depth=1.2, dim_model_base=50)
+_v3 = family("deepseek_v3", **SMALL, **_HEADS, **_LATENT, **_MIXTURE, routed_scaling_factor=1.6)
+_k2 = family("kimi_k2", **SMALL, **_HEADS, **_LATENT, **_MIXTURE, n_group=1, topk_group=1, routed_scaling_factor=1.8)
+_minicpm3 = family("minicpm3", **SMALL, **_HEADS, **_LATENT, scale_emb=1.3, scale_depth=1.2, dim_model_base=50)
 
 LATENT: tuple[Case, ...] = (
     # deepseek_v2
@@ -36,7 +38,7 @@ LATENT: tuple[Case, ...] = (
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
-        rope_scaling={**YARN, "mscale": 0.707, "mscale_all_dim": 0.9, "beta_fast": 4},
+        rope_scaling={**YARN, "mscale": 0.707, "mscale_all_dim": 0.9, "beta_slow": 0.2},
         rope_theta=300.0,
     ),
     _v2(
@@ -56,7 +58,7 @@ LATENT: tuple[Case, ...] = (
         n_group=4,
         topk_group=2,
         attention_bias=True,
-        rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 4},
+        rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_slow": 0.2},
         rope_theta=300.0,
     ),
     _v3(
@@ -74,8 +76,15 @@ LATENT: tuple[Case, ...] = (
     # kimi_k2
     _k2(
         "one group, yarn over a short context",
-        rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1, "beta_slow": 1},
-        rope_theta=5000.0,
+        rope_scaling={
+            **YARN,
+            "original_max_position_embeddings": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 1,
+            "beta_slow": 1,
+        },
+        rope_theta=100.0,
     ),
     _k2("two dense layers, eps 0.02, two experts", first_k_dense_replace=2, rms_norm_eps=0.02, num_experts_per_tok=2),
     # minicpm3
@@ -86,6 +95,7 @@ LATENT: tuple[Case, ...] = (
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=False,
+        dim_model_base=90,
         rope_scaling={
             "rope_type": "longrope",
             "short_factor": [1.0, 1.3, 2.5],
