@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from plait.bench.costs import measure_costs
+from plait.engine.build import build_engine
 from plait.errors import WeightError
 from plait.kernels.native import native_library, reason
 from plait.memory.layout import make_layout
@@ -19,13 +24,17 @@ from plait.ops.spec import LatentSpec
 from plait.ops.step import StepInputs
 from plait.plan.executor import NativeExecutor
 from plait.plan.fusion import fuse
+from plait.plan.load import load_native
 from plait.plan.lower import lower
+from plait.weights.latent import make_second
+from plait.weights.pack import pack_decoder
 from plait.weights.store import is_second, second_name
 from tests.plan.latents import ATTEND_COST, SPECS, VOCABULARY, latents, with_second
-from tests.plan.models import PlainWeight, layouts_of, packed
+from tests.plan.models import PlainWeight, layouts_of, make, packed, slow_but
 from tests.plan.plan_model import PlanModel
 from tests.plan.steps import MIXED, Script
-from tests.plan.test_lower import SHORT, replay
+from tests.plan.test_lower import SHORT, WIDE, replay
+from tests.plan.test_native_executor import Pair
 from tests.threads import one_thread
 
 __all__ = ["one_thread"]
@@ -178,14 +187,95 @@ def test_widths_that_are_no_panels_run_through_the_reference_over_the_same_pool(
         store = packed(weights)
         second = next(op for op in reversed(recording.ops) if op.name == "attend_latent")
         (ref,) = second.weights
-        from plait.weights.latent import make_second
-
         store.add(make_second(store[ref.name], SPECS[1], 1))
         native = NativeExecutor(recording, store, layout, script.num_blocks, 400, kv_dtype="fp32")
         assert "attend_latent" in native.host_ops and native.lowered.latents == {1: SPECS[1].latent_width}
         steps = [script.step(p) for p in SHORT]
         for step, expected in zip(steps, replay(recording, weights, layout, steps, script.num_blocks), strict=True):
             assert np.abs(native.execute(*step).logits - expected["logits"].numpy()).max() <= 1e-4
+
+
+WIDE_FAMILIES = ["deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"]
+
+
+@pytest.mark.parametrize("family", slow_but(("deepseek_v3", "minicpm3"), WIDE_FAMILIES))
+def test_no_operation_of_a_family_is_left_to_the_reference(family: str) -> None:
+    pair = Pair(make(WIDE[family]))
+    assert pair.native.host_ops == () and "attend_latent" in {op.kind for op in pair.native.lowered.ops}
+    for parts in MIXED:
+        pair.agree(parts)
+
+
+def test_a_refresh_makes_the_second_layout_anew_in_its_standing_buffer() -> None:
+    decoder = make(WIDE["deepseek_v3"])
+    pair = Pair(decoder)
+    seconds = {name: weight.data.ctypes.data for name, weight in pair.store.items() if is_second(name)}
+    assert len(seconds) == len(decoder.config.layers)
+    pair.agree([(0, 5)])
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    pair.native.refresh(pack_decoder(decoder, store=pair.store))
+    assert seconds == {name: weight.data.ctypes.data for name, weight in pair.store.items() if is_second(name)}
+    fresh = Pair(decoder)
+    fresh.agree([(0, 5)])
+    again = pair.script
+    again.computed[0] = 0
+    pair.agree([(0, 5)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    make(WIDE["deepseek_v3"]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_checkpoint_is_packed_with_its_second_layouts_and_mapped_with_them(directory: Path) -> None:
+    first, second = load_native(directory), load_native(directory)
+    assert (first.cached, second.cached) == (False, True)
+    found = [name for name in first.store if is_second(name)]
+    assert len(found) == len(first.config.layers)
+    for native in (first, second):
+        assert native.report.second_bytes == native.store.second_bytes == sum(first.store[n].nbytes for n in found)
+        assert native.report.weight_bytes == native.store.nbytes
+        assert any("a second layout of latent attention's weights" in line for line in native.report.lines())
+        assert "#" not in str(native.store.layouts()) and sum(native.store.layouts().values()) == sum(
+            weight.layout != "VECTOR" and not is_second(name) for name, weight in native.store.items()
+        )
+        for name in found:
+            assert np.array_equal(native.store[name].data, first.store[name].data)
+
+
+def test_a_packed_decoder_shows_its_parameters_only(directory: Path, tmp_path: Path) -> None:
+    native = load_native(directory)
+    own = make(WIDE["deepseek_v3"]).state_dict()
+    packed_state = native.decoder.state_dict()
+    assert packed_state.keys() == own.keys()
+    assert all(torch.equal(packed_state[name].float(), own[name].float()) for name in own)
+    native.decoder.save_pretrained(tmp_path / "again")
+    assert load_native(tmp_path / "again", use_cache=False).store.keys() == native.store.keys()
+
+
+def test_an_engine_reports_the_bytes_of_the_second_layout() -> None:
+    bundle = build_engine(make(WIDE["deepseek_v3"]), plan="native", max_model_len=64, kv_memory=2**20)
+    assert bundle.loaded.native is not None
+    assert bundle.report["second_layout_bytes"] == bundle.loaded.native.store.second_bytes > 0
+
+
+@pytest.mark.parametrize("layouts", ["F32", "Q8_0"])
+def test_costs_count_the_second_layout_in_place_of_the_rows_that_make_keys(layouts: str) -> None:
+    made = Made(layouts=layouts)
+    native = SimpleNamespace(store=made.store, recording=made.recording)
+    bundle: Any = SimpleNamespace(loaded=SimpleNamespace(native=native), engine=SimpleNamespace(executor=made.native))
+    expected = sum(weight.nbytes for name, weight in made.store.items() if name != "w0")  # the embedding
+    for op in made.recording.ops:
+        if op.name == "attend_latent":
+            spec = LatentSpec(**op.attrs["spec"])
+            expected -= made.store[op.weights[0].name].nbytes * spec.nope_width // (spec.nope_width + spec.value_width)
+    costs = measure_costs(bundle)
+    assert costs.weight_bytes == expected
+    assert costs.bytes_read(10) - costs.weight_bytes == 10 * 4 * sum(spec.row_width for spec in SPECS)
 
 
 def test_a_store_without_the_second_layout_is_refused_by_name() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from plait.bench.limits import product_rate
 from plait.ops.spec import LatentSpec
-from plait.weights.store import VECTOR
+from plait.weights.store import VECTOR, second_name
 
 if TYPE_CHECKING:
     from plait.engine.build import EngineBundle
@@ -106,6 +106,12 @@ def measure_costs(bundle: EngineBundle) -> Costs:
             layout = packed.layout if packed is not None else _LAYOUT_OF_BYTES[number_bytes]
             per_number = packed.data.nbytes / prod(ref.shape) if packed is not None else number_bytes
             costs.weight_bytes += round(share * numbers * per_number)
+            if store is not None and second_name(ref.name) in store:
+                # Of the rows that make keys a single token reads the second layout.
+                spec = LatentSpec(**op.attrs["spec"])
+                made = spec.nope_width + spec.value_width
+                costs.weight_bytes += store[second_name(ref.name)].nbytes
+                costs.weight_bytes -= round(numbers * per_number * spec.nope_width / made)
             if len(ref.shape) < 2 or layout == VECTOR:
                 continue
             if op.name == "logits":
