@@ -18,7 +18,7 @@ constexpr int64_t kRows = 48;
 constexpr int64_t kOwnBlock = 16;
 constexpr int64_t kOwnBlocks = kAttendChunk / kOwnBlock;
 // Items of attention that a thread should have, before heads are kept together.
-constexpr int64_t kItems = 3;
+constexpr int64_t kItems = 2;
 // Heads of an item: whole tiles of rows in the kernels.
 constexpr int64_t kHeadUnit = 5;
 

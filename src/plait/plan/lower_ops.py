@@ -179,7 +179,7 @@ def _attend(low: Lowering, op: Op) -> bool:
 
 # What a multiply-add of attention costs relative to one in a product, in the native kernels. A number of few bits: its
 # products are exact, so that the kernels and plait.ops.latent.expands decide the same.
-ATTEND_COST = 1.0
+ATTEND_COST = 1.5
 
 
 def _attend_latent(low: Lowering, op: Op) -> bool:
