@@ -78,7 +78,7 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightError(f"transformers cannot load {path}: {first}") from error
     found.model.to(device).eval()
-    found.notes += _ignored(checkpoint)
+    found.notes += _renormalise(checkpoint, found.model)
     if any(isinstance(layer.feed_forward, MixtureSpec) for layer in checkpoint.config.layers):
         # Its grouped products take only sizes that are multiples of 16 bytes; this way takes any.
         found.model.set_experts_implementation("eager")
@@ -87,16 +87,25 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
     return found
 
 
-def _ignored(checkpoint: Checkpoint) -> list[str]:
-    """What transformers' class does not do although the configuration asks for it."""
+def _renormalise(checkpoint: Checkpoint, model: Any) -> list[str]:
+    """Have the routers of a deepseek_v2 do what the configuration asks for and transformers' class does not; the note
+    that says so, where it does."""
     config = checkpoint.config
     mixtures = [layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, MixtureSpec)]
-    if config.model_type == "deepseek_v2" and any(mixture.router.renormalises for mixture in mixtures):
-        return [
-            "norm_topk_prob is true: plait renormalises the experts' weights, as the model's own code does;"
-            " transformers ignores the key for a deepseek_v2, so the two must differ"
-        ]
-    return []
+    if config.model_type != "deepseek_v2" or not any(mixture.router.renormalises for mixture in mixtures):
+        return []
+
+    def renormalised(module: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, ids = output
+        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(renormalised)
+    return [
+        "norm_topk_prob is true: plait renormalises the experts' weights, as the model's own code does; transformers"
+        " ignores the key for a deepseek_v2, so its routers were made to"
+    ]
 
 
 def _load(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch.dtype) -> Reference:
