@@ -31,7 +31,7 @@ int32_t plait_write_kv(const char *isa, const PlaitCache *cache, const int32_t *
   for (int64_t t = 0; t < tokens; t++) {
     const int64_t position = first + t;
     kernels->write_kv(*cache, 0, cache->num_kv_heads, table[position / cache->block_tokens], position % cache->block_tokens,
-                      k + t * heads * cache->key_width, v ? v + t * heads * cache->value_width : nullptr);
+                      k + t * heads * cache->key_width, cache->value_width ? v + t * heads * cache->value_width : nullptr);
   }
   return 0;
 }

@@ -60,7 +60,13 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
       for (int64_t h = 0, n = op.i[1]; h < op.i[0]; h++)
         kernels.layer_norm(x + h * n, vector(0), vector(1), n, op.f[0], y + h * n);
       break;
-    case PLAIT_OP_ROTATE: kernels.rotate(x, in[1], op.i[0], op.i[1], op.i[2], op.i[3] != 0, y); break;
+    case PLAIT_OP_ROTATE:
+      if (op.i[4] > 0 && x != y) {
+        memcpy(y, x, width * sizeof(float));
+        x = y;
+      }
+      kernels.rotate(x + op.i[4], in[1], op.i[0], op.i[1], op.i[2], op.i[3] != 0, y + op.i[4]);
+      break;
     case PLAIT_OP_GATE:
       if (op.i[1] != 0) {
         float factor;
@@ -115,7 +121,11 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
     case PLAIT_OP_POSITIONS: first = 1, second = 0, width = 2 * op->i[1]; break;
     case PLAIT_OP_RMS_NORM:
     case PLAIT_OP_LAYER_NORM: first = width = static_cast<int64_t>(op->i[0]) * op->i[1]; break;
-    case PLAIT_OP_ROTATE: first = width = static_cast<int64_t>(op->i[0]) * op->i[1], second = op->i[2]; break;
+    case PLAIT_OP_ROTATE:
+      if (op->i[4] < 0 || int64_t{op->i[4]} + op->i[2] > op->i[1])
+        return fail("%d numbers from %d on of a width of %d cannot rotate", op->i[2], op->i[4], op->i[1]);
+      first = width = static_cast<int64_t>(op->i[0]) * op->i[1], second = op->i[2];
+      break;
     case PLAIT_OP_QUANTISE:
       if (width % 32 != 0) return fail("%lld numbers do not divide into blocks of 32", static_cast<long long>(width));
       width = plait_quantised_row_bytes(width) / 4;

@@ -10,9 +10,14 @@ namespace {
 // An item may be this share of what one thread has to do before it is worth cutting.
 constexpr int64_t kItemsPerThread = 3;
 
-int64_t tile_tokens(const AttendLayer &layer) {
+// Query heads of an item.
+int64_t tile_heads(const AttendLayer &layer) {
   const int64_t group = layer.heads / layer.cache.num_kv_heads;
-  return std::max<int64_t>(1, std::min(kAttendTile, kAttendRows / group));
+  return layer.head_tile > 0 ? std::min<int64_t>(layer.head_tile, group) : group;
+}
+
+int64_t tile_tokens(const AttendLayer &layer) {
+  return std::max<int64_t>(1, std::min(kAttendTile, kAttendRows / tile_heads(layer)));
 }
 
 int64_t context_begin(int64_t first_query, int32_t window) {
@@ -21,27 +26,27 @@ int64_t context_begin(int64_t first_query, int32_t window) {
 }
 
 // Work of an item in arbitrary units: every key costs reading it and a product per query row.
-int64_t cost(const AttendItem &item, int64_t group) {
-  return int64_t(item.key1 - item.key0) * ((item.t1 - item.t0) * group + 4);
+int64_t cost(const AttendItem &item) {
+  return int64_t(item.key1 - item.key0) * (int64_t{item.t1 - item.t0} * item.heads + 4);
 }
 
 AttendArgs arguments(const AttendLayer &layer, const PlaitStep &step, const AttendItem &item, float *tile) {
-  const int64_t group = layer.heads / layer.cache.num_kv_heads, head = item.kv_head * group;
+  const int64_t group = layer.heads / layer.cache.num_kv_heads, head = item.kv_head * group + item.head0;
   const int64_t begin = step.query_start[item.sequence], row = begin + item.t0;
   AttendArgs args;
   args.cache = layer.cache;
   args.table = step.block_table + (int64_t(layer.cache.group) * step.num_sequences + item.sequence) * step.table_width;
   args.first = step.context_len[item.sequence] - (step.query_start[item.sequence + 1] - begin) + item.t0;
-  args.heads = layer.heads;
+  args.heads = item.heads * layer.cache.num_kv_heads;  // as if the kv head had no others
   args.scale = layer.scale;
   args.soft_cap = layer.soft_cap;
   args.window = layer.window;
-  args.sinks = layer.sinks;
+  args.sinks = layer.sinks == nullptr ? nullptr : layer.sinks + head - int64_t{item.kv_head} * item.heads;
   args.q = layer.q + row * layer.q_stride + head * layer.cache.key_width;
   args.q_stride = layer.q_stride;
   const int64_t width = value_width(layer.cache);
   args.out = layer.record ? tile : layer.out + row * layer.out_stride + head * width;
-  args.out_stride = layer.record ? group * width : layer.out_stride;
+  args.out_stride = layer.record ? item.heads * width : layer.out_stride;
   return args;
 }
 
@@ -56,12 +61,12 @@ int64_t attend_scratch(const PlaitCache &cache) {
 
 int64_t attend_item_scratch(const AttendLayer &layer) {
   // Behind the kernel's own: a tile's result before it is quantised.
-  const int64_t group = layer.heads / layer.cache.num_kv_heads;
-  return attend_scratch(layer.cache) + tile_tokens(layer) * group * value_width(layer.cache);
+  return attend_scratch(layer.cache) + tile_tokens(layer) * tile_heads(layer) * value_width(layer.cache);
 }
 
 void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads, AttendWork *work) {
   const int64_t group = layer.heads / layer.cache.num_kv_heads, tokens = tile_tokens(layer);
+  const int32_t heads = int32_t(tile_heads(layer));
   auto &items = work->items;
   items.clear();
   work->tiles.clear();
@@ -70,11 +75,12 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
     const int32_t count = step.query_start[s + 1] - step.query_start[s], first = step.context_len[s] - count;
     for (int64_t t0 = 0; t0 < count; t0 += tokens) {
       const int64_t t1 = std::min<int64_t>(count, t0 + tokens);
-      for (int32_t head = 0; head < layer.cache.num_kv_heads; head++) {
-        items.push_back({s, head, int32_t(t0), int32_t(t1), int32_t(context_begin(first + t0, layer.window)),
-                         int32_t(first + t1), -1, 0});
-        total += cost(items.back(), group);
-      }
+      for (int32_t head = 0; head < layer.cache.num_kv_heads; head++)
+        for (int32_t head0 = 0; head0 < group; head0 += heads) {
+          items.push_back({s, head, head0, std::min(heads, int32_t(group) - head0), int32_t(t0), int32_t(t1),
+                           int32_t(context_begin(first + t0, layer.window)), int32_t(first + t1), -1, 0});
+          total += cost(items.back());
+        }
     }
   }
   if (threads <= 1) return;
@@ -85,8 +91,8 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
   for (int64_t i = 0; i < whole; i++) {
     const AttendItem item = items[i];
     const int32_t chunks = int32_t((item.key1 - item.key0 + kAttendChunk - 1) / kAttendChunk);
-    if (chunks < 2 || cost(item, group) * kItemsPerThread * threads <= total) continue;
-    const int64_t stride = (item.t1 - item.t0) * group * partial_size(layer.cache);
+    if (chunks < 2 || cost(item) * kItemsPerThread * threads <= total) continue;
+    const int64_t stride = int64_t{item.t1 - item.t0} * item.heads * partial_size(layer.cache);
     for (int32_t chunk = 0; chunk < chunks; chunk++) {
       AttendItem part = item;
       part.key0 = item.key0 + chunk * int32_t(kAttendChunk);
@@ -105,12 +111,13 @@ void cut_attention(const PlaitStep &step, const AttendLayer &layer, int threads,
   if (int64_t(work->partials.size()) < numbers) work->partials.resize(numbers);
 
   // The longest first, so that no thread begins a long one when the others are done.
-  std::sort(items.begin(), items.end(), [group](const AttendItem &a, const AttendItem &b) {
-    const int64_t x = cost(a, group), y = cost(b, group);
+  std::sort(items.begin(), items.end(), [](const AttendItem &a, const AttendItem &b) {
+    const int64_t x = cost(a), y = cost(b);
     if (x != y) return x > y;
     if (a.sequence != b.sequence) return a.sequence < b.sequence;
     if (a.t0 != b.t0) return a.t0 < b.t0;
-    return a.kv_head != b.kv_head ? a.kv_head < b.kv_head : a.key0 < b.key0;
+    if (a.kv_head != b.kv_head) return a.kv_head < b.kv_head;
+    return a.head0 != b.head0 ? a.head0 < b.head0 : a.key0 < b.key0;
   });
 }
 
@@ -132,11 +139,11 @@ void run_attend_item(const Kernels &kernels, const AttendLayer &layer, const Pla
     kernels.attend_merge(args, item.kv_head, 0, count, partials, tile.chunks, tile.stride);
   }
   if (layer.record == nullptr) return;
-  const int64_t width = args.out_stride, cols = layer.cache.num_kv_heads * width;
+  const int64_t width = args.out_stride, cols = layer.heads * value_width(layer.cache);
+  const int64_t first = (item.kv_head * (layer.heads / layer.cache.num_kv_heads) + item.head0) * value_width(layer.cache);
   uint8_t *record = layer.record + (step.query_start[item.sequence] + item.t0) * layer.record_stride;
   for (int64_t t = 0; t < count; t++)
-    kernels.quantise(result + t * width, cols, item.kv_head * width / 32, (item.kv_head + 1) * width / 32,
-                     record + t * layer.record_stride);
+    kernels.quantise(result + t * width, cols, first / 32, (first + width) / 32, record + t * layer.record_stride);
 }
 
 }  // namespace plait

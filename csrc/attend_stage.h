@@ -21,6 +21,7 @@ struct AttendLayer {
   PlaitCache cache;
   int32_t heads;
   int32_t window;          // 0 = none
+  int32_t head_tile;       // query heads of a kv head that one item takes at most; 0 = all of them
   float scale, soft_cap;   // soft_cap 0 = none
   const float *sinks;      // [heads] or null
   const float *q;          // row of the step's token t at q + t * q_stride: [heads, key_width]
@@ -33,6 +34,7 @@ struct AttendLayer {
 
 struct AttendItem {
   int32_t sequence, kv_head;
+  int32_t head0, heads;  // query heads [head0, head0 + heads) of the kv head's
   int32_t t0, t1;      // query tokens of the sequence, 0 = its first in this step
   int32_t key0, key1;  // all keys that the tile sees, or one chunk of them
   int32_t tile;        // index into AttendWork::tiles, -1 = not split

@@ -44,7 +44,7 @@ std::vector<bool> named_outputs(const PlaitPlan &plan) {
 bool find_head_rows(const PlaitPlan &plan, int32_t first, int32_t attend, HeadRows *rows) {
   const PlaitOp &op = plan.ops[attend], &write = plan.ops[attend - 1];
   const PlaitCache &cache = plan.caches[op.i[0]];
-  if (write.kind != PLAIT_OP_WRITE_KV || write.i[0] != op.i[0]) return false;
+  if (write.kind != PLAIT_OP_WRITE_KV || write.i[0] != op.i[0] || cache.value_width == 0) return false;
   rows->write = attend - 1;
   rows->queries = chain_of(plan, first, attend - 1, op.in[0], op.i[1], cache.key_width);
   rows->keys = chain_of(plan, first, attend - 1, write.in[0], cache.num_kv_heads, cache.key_width);
@@ -110,7 +110,7 @@ const float *run_head_rows(const PlaitPlan &plan, const PlaitStep &step, const H
   if (item.key1 == step.context_len[item.sequence]) {
     const PlaitOp &write = plan.ops[rows.write];
     const float *k = run(rows.keys, write.in[0], 1, scratch + group * cache.key_width);
-    const float *v = cache.value_width == 0 ? nullptr : plan.row(write.in[1], row) + item.kv_head * cache.value_width;
+    const float *v = plan.row(write.in[1], row) + item.kv_head * cache.value_width;
     const int64_t at = item.key1 - 1, line = cache.group * int64_t{step.num_sequences} + item.sequence;
     const int32_t *table = step.block_table + line * step.table_width;
     plan.kernels->write_kv(cache, item.kv_head, item.kv_head + 1, table[at / cache.block_tokens],

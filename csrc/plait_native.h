@@ -12,7 +12,7 @@
 #define PLAIT_API __attribute__((visibility("default")))
 #endif
 
-#define PLAIT_ABI_VERSION 5
+#define PLAIT_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -200,8 +200,10 @@ enum {
   PLAIT_OP_ACTIVATED = 4,    // out0 = act(in0 w0^T + w1); i0 = activation; out0 may be Q8
   PLAIT_OP_RMS_NORM = 5,     // i0 heads of width i1 (heads 1: the whole row); w0 or -1; f0 = eps; i2: 1 + w
   PLAIT_OP_LAYER_NORM = 6,   // w0, w1 or -1; f0 = eps; i0 heads of width i1
-  PLAIT_OP_ROTATE = 7,       // in0 with angles in1; i0 heads of width i1, of which i2 rotate; i3: 0 halves, 1 adjacent
-  PLAIT_OP_WRITE_KV = 8,     // in0 keys, in1 values into cache i0 (number of a PlaitCache)
+  PLAIT_OP_ROTATE = 7,       // in0 with angles in1; i0 heads of width i1, of which i2 rotate, from number i4 on; i3: 0
+                             // halves, 1 adjacent
+  PLAIT_OP_WRITE_KV = 8,     // in0 keys, in1 values into cache i0 (number of a PlaitCache); of a latent cache: in0 the
+                             // first latent_width numbers of the key, in1 the others (-1 where there are none)
   PLAIT_OP_ATTEND = 9,       // out0 = attention of in0 over cache i0; i1 heads, i2 window; f0 scale, f1 soft cap;
                              // w0: sinks (vector [heads]) or -1; out0 may be Q8
   PLAIT_OP_GATE = 10,        // out0 = act(in0) * in1; i0 = activation; i1 = 1: in0 is one number per row
@@ -219,9 +221,11 @@ enum {
   PLAIT_OP_ROUTE = 22,       // out0 (I32) = the i1 of i0 experts that the logits in0 choose, best first, out1 = their
                              // weights; w0: selection bias or -1; i2 scores, i3 = 1: renormalised, then times f0;
                              // i4 groups (0: none), the i5 best of them eligible, i6 flags PLAIT_ROUTE_...
-  PLAIT_OP_EXPERTS = 23      // out0 = sum over j of in2[j] * expert in1[j] of in0, for i1 experts, i0 = activation;
+  PLAIT_OP_EXPERTS = 23,     // out0 = sum over j of in2[j] * expert in1[j] of in0, for i1 experts, i0 = activation;
                              // i2 = 1: gated; w0 = stack of gate and up (i2 = 0: up alone), w1 = its biases or -1,
                              // w2 = stack of down, w3 = its biases or -1; out1, out2: memory for its work (below)
+  PLAIT_OP_ATTEND_LATENT = 24  // out0 [i1 heads * i3] = latent attention of in0 [heads * (i2 + rotary)] over cache i0,
+                             // f0 scale; w0, w1, i4 form PLAIT_LATENT_..., f1: below
 };
 // Scores of ROUTE: the softmax or the sigmoid of all logits, or the logits, with the softmax over the chosen. A NaN
 // among them makes every weight NaN.
@@ -234,6 +238,16 @@ enum { PLAIT_ROUTE_TWO_BEST = 1, PLAIT_ROUTE_MASKED_ZERO = 2 };
 // vectors without padding. A row of out1 and out2 has a slot for each of the k experts of a token, all of the same size
 // (row_bytes / k): out1 of F numbers, of kind Q8 where down is quantised (k * F wide, whole records), out2 of D floats
 // (k * D wide); a slot of out2 must also have room for a row of in0, in multiples of 64 bytes.
+// ATTEND_LATENT: a row of the cache is [c ; k] with r = latent_width numbers c and key_width - r rotary ones k, the same
+// for all heads. w0 [heads * (i2 + i3), r]: of each head i2 rows W_uk and i3 rows W_uv; w1 [heads * r, i2], a float
+// layout: of each head W_uk^T, the second layout of those rows. r, i2 and i3 are multiples of 16. Two equal forms:
+//   expanded  keys [W_uk c ; k] and values W_uv c of every head, then attention
+//   absorbed  queries [W_uk^T q ; q'] of every head, where q' are the last numbers of its query; attention to the rows
+//             themselves, whose first r numbers are the values; then W_uv of the result
+// AUTO: for each sequence the one that costs fewer multiply-adds, those of attention counted f1 times: with T tokens in
+// the step and C in its context, expanded where
+//   C r (i2 + i3) + f1 T C (i2 + rotary + i3)  <  T r (i2 + i3) + f1 T C (2 r + rotary)
+enum { PLAIT_LATENT_AUTO = 0, PLAIT_LATENT_EXPANDED = 1, PLAIT_LATENT_ABSORBED = 2 };
 enum {
   PLAIT_ACT_SILU = 0, PLAIT_ACT_GELU = 1, PLAIT_ACT_GELU_TANH = 2, PLAIT_ACT_RELU = 3, PLAIT_ACT_RELU_SQUARED = 4,
   PLAIT_ACT_SIGMOID = 5

@@ -57,11 +57,28 @@ void reserve_experts(PlaitPlan *plan, const PlaitOp &op) {
   plan->experts.row.reserve(tokens * ids.width);
 }
 
+bool same_shape(const PlaitCache &x, const PlaitCache &y) {
+  return x.group == y.group && x.block_tokens == y.block_tokens && x.num_kv_heads == y.num_kv_heads &&
+         x.key_width == y.key_width && x.value_width == y.value_width && x.latent_width == y.latent_width &&
+         x.kv_type == y.kv_type;
+}
+
 bool same_shape(const AttendLayer &a, const AttendLayer &b) {
-  const PlaitCache &x = a.cache, &y = b.cache;
-  return a.heads == b.heads && a.window == b.window && x.group == y.group && x.block_tokens == y.block_tokens &&
-         x.num_kv_heads == y.num_kv_heads && x.key_width == y.key_width && x.value_width == y.value_width &&
-         x.latent_width == y.latent_width && x.kv_type == y.kv_type;
+  return a.heads == b.heads && a.window == b.window && same_shape(a.cache, b.cache);
+}
+
+bool same_shape(const LatentLayer &a, const LatentLayer &b) {
+  return a.heads == b.heads && a.nope == b.nope && a.value == b.value && a.form == b.form &&
+         a.attend_cost == b.attend_cost && same_shape(a.cache, b.cache);
+}
+
+// Number of the first of `known` that is cut alike.
+template <class Known, class Layer>
+int32_t find_shape(std::vector<Known> *known, const Layer &layer) {
+  size_t a = 0;
+  while (a < known->size() && !same_shape((*known)[a].layer, layer)) a++;
+  if (a == known->size()) known->push_back({layer, {}});
+  return static_cast<int32_t>(a);
 }
 
 template <class T>
@@ -149,17 +166,19 @@ int build_stages(PlaitPlan *plan, int32_t num_table_floats) {
       layer.window = op.i[2];
       const int64_t numbers = attend_item_scratch(layer) + head_rows_scratch(layer);
       scratch = std::max<int64_t>(scratch, numbers * sizeof(float));
-      std::vector<Attention> &known = plan->attentions;
-      size_t a = 0;
-      while (a < known.size() && !same_shape(known[a].layer, layer)) a++;
-      if (a == known.size()) known.push_back({layer, {}});
-      stage.attention = static_cast<int32_t>(a);
+      stage.attention = find_shape(&plan->attentions, layer);
       HeadRows rows;
       Stage *before = plan->stages.empty() ? nullptr : &plan->stages.back();
       if (before != nullptr && before->kind == Stage::kRows && find_head_rows(*plan, before->first, i, &rows)) {
         stage.head_rows = before->head_rows = static_cast<int32_t>(plan->head_rows.size());
         plan->head_rows.push_back(rows);
       }
+    }
+    if (op.kind == PLAIT_OP_ATTEND_LATENT) {
+      stage.kind = Stage::kLatent;
+      const LatentLayer layer = latent_layer(*plan, op);
+      scratch = std::max(scratch, latent_scratch(layer, plan->max_tokens));
+      stage.attention = find_shape(&plan->latents, layer);
     }
     if (op.kind == PLAIT_OP_LINEAR || stage.kind == Stage::kGated || stage.kind == Stage::kExperts)
       stage.rows = plan->buffers[op.in[0]].rows;
@@ -169,6 +188,24 @@ int build_stages(PlaitPlan *plan, int32_t num_table_floats) {
     if (stage.kind == Stage::kRows && !stage_holds(*plan, stage.first, stage.end)) return -1;
   plan->thread_scratch = round_up(scratch, 4096);  // threads do not share pages
   return 0;
+}
+
+LatentLayer latent_layer(const PlaitPlan &plan, const PlaitOp &op) {
+  LatentLayer layer{};
+  layer.cache = plan.caches[op.i[0]];
+  layer.heads = op.i[1];
+  layer.nope = op.i[2];
+  layer.value = op.i[3];
+  layer.form = op.i[4];
+  layer.scale = op.f[0];
+  layer.attend_cost = double(op.f[1]);
+  layer.weight = plan.matrices[op.w[0]];
+  layer.transposed = plan.matrices[op.w[1]];
+  layer.q = plan.row(op.in[0], 0);
+  layer.q_stride = plan.stride(op.in[0]);
+  layer.out = plan.row(op.out[0], 0);
+  layer.out_stride = plan.stride(op.out[0]);
+  return layer;
 }
 
 bool reserve_scratch(PlaitPlan *plan, int threads) {
@@ -228,6 +265,7 @@ void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer) {
 int64_t plait_plan_bytes(const PlaitPlan *plan) {
   int64_t bytes = plan->arena.bytes() + plan->scratch.bytes() + plan->experts.bytes();
   for (const plait::Attention &attention : plan->attentions) bytes += attention.work.bytes();
+  for (const plait::LatentAttention &attention : plan->latents) bytes += attention.work.bytes();
   return bytes + int64_t(plan->best.size() * sizeof(plait::Best) +
                          (plan->owner.size() + plan->positions.size()) * sizeof(int32_t));
 }

@@ -9,6 +9,7 @@
 #include "attend_stage.h"
 #include "experts_work.h"
 #include "kernels/kernels.h"
+#include "latent_stage.h"
 
 namespace plait {
 
@@ -33,11 +34,11 @@ class Pages {
 // Row-local operations that follow one another over the same kind of rows are one stage, every other operation is one
 // of its own. Threads meet between stages.
 struct Stage {
-  enum Kind { kRows, kLinear, kGated, kExperts, kAttend, kSelect, kLogits, kHost };
+  enum Kind { kRows, kLinear, kGated, kExperts, kAttend, kLatent, kSelect, kLogits, kHost };
   Kind kind;
   int32_t first, end;  // operations
   int32_t rows;        // PLAIT_ROWS_...
-  int32_t attention;   // kAttend: which of the plan's attentions
+  int32_t attention;   // kAttend, kLatent: which of the plan's attentions or latents
   double row_ns;       // kRows: estimate of one row's time
   int32_t head_rows = -1;  // kRows and the kAttend behind it: which of the plan's, where attention can do these rows
 };
@@ -52,6 +53,11 @@ struct HeadRows {
 struct Attention {
   AttendLayer layer;
   AttendWork work;
+};
+
+struct LatentAttention {
+  LatentLayer layer;
+  LatentWork work;
 };
 
 // The highest logit that one thread has seen of a row.
@@ -79,6 +85,7 @@ struct PlaitPlan {
 
   std::vector<plait::Stage> stages;
   std::vector<plait::Attention> attentions;
+  std::vector<plait::LatentAttention> latents;
   std::vector<plait::HeadRows> head_rows;
   plait::ExpertWork experts;  // one EXPERTS runs at a time
   plait::Pages arena, scratch;
@@ -108,6 +115,8 @@ namespace plait {
 int build_stages(PlaitPlan *plan, int32_t num_table_floats);
 // Memory for threads of numbers below `threads` (see thread_limit); false where there is none.
 bool reserve_scratch(PlaitPlan *plan, int threads);
+// The layer of an ATTEND_LATENT.
+LatentLayer latent_layer(const PlaitPlan &plan, const PlaitOp &op);
 // plait_plan_run, which catches what this throws (plan_run.cpp).
 int32_t run_from(PlaitPlan &plan, const PlaitStep &step, int32_t from);
 

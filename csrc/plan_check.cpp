@@ -15,8 +15,9 @@ namespace {
 const char *const kOpNames[] = {"embed",  "positions",  "linear", "gated", "activated", "rms_norm", "layer_norm",
                                 "rotate", "write_kv",   "attend", "gate",  "activate",  "add",      "scale",
                                 "soft_cap", "clip",     "quantise", "copy", "select_rows", "logits", "hidden",
-                                "host",   "route",      "experts"};
+                                "host",   "route",      "experts", "attend_latent"};
 constexpr int32_t kOpKinds = sizeof kOpNames / sizeof kOpNames[0];
+constexpr int64_t kMaxHeads = 1 << 16;
 
 // Checks one operation, or the parts of a plan that operations name.
 class Checker {
@@ -69,15 +70,20 @@ class Checker {
         return vector_or_none(0, op.i[1]) && vector_or_none(op.kind == PLAIT_OP_LAYER_NORM ? 1 : 0, op.i[1]) &&
                map(int64_t{op.i[0]} * op.i[1], 1);
       case PLAIT_OP_ROTATE:
-        if (op.i[0] < 1 || op.i[2] < 2 || op.i[2] % 2 != 0 || op.i[2] > op.i[1])
-          return wrong("%d of a width of %d cannot rotate", op.i[2], op.i[1]);
+        if (op.i[0] < 1 || op.i[2] < 2 || op.i[2] % 2 != 0 || op.i[4] < 0 || int64_t{op.i[4]} + op.i[2] > op.i[1])
+          return wrong("%d of a width of %d cannot rotate, from %d on", op.i[2], op.i[1], op.i[4]);
         if (!map(int64_t{op.i[0]} * op.i[1], 1) || !in(1, PLAIT_KIND_F32, out_rows(), op.i[2])) return false;
         return !overlap(op.out[0], op.in[1]) || wrong("the angles (buffer %d) are written over", op.in[1]);
       case PLAIT_OP_WRITE_KV: {
         if (!cache(op.i[0])) return false;
         const PlaitCache &cache = plan_.caches[op.i[0]];
-        if (!in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, int64_t{cache.num_kv_heads} * cache.key_width)) return false;
-        return cache.value_width == 0 ||
+        if (cache.value_width == 0) {
+          const int64_t rest = cache.key_width - cache.latent_width;
+          if (rest == 0 && op.in[1] >= 0) return wrong("the key is %d wide without buffer %d", cache.key_width, op.in[1]);
+          return in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, cache.latent_width) &&
+                 (rest == 0 || in(1, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, rest));
+        }
+        return in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, int64_t{cache.num_kv_heads} * cache.key_width) &&
                in(1, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, int64_t{cache.num_kv_heads} * cache.value_width);
       }
       case PLAIT_OP_ATTEND: {
@@ -92,6 +98,8 @@ class Checker {
         return vector_or_none(0, heads) && in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, heads * cache.key_width) &&
                out_any(0, PLAIT_ROWS_TOKENS, heads * value_width(cache)) && apart();
       }
+      case PLAIT_OP_ATTEND_LATENT:
+        return attend_latent();
       case PLAIT_OP_GATE:
         if (op.i[1] != 0) return activation() && one_factor();
         return activation() && map(-1, 2);
@@ -340,6 +348,32 @@ class Checker {
     if (!route_holds(op) || !is_buffer(op.out[0], "output")) return false;
     return vector_or_none(0, op.i[0]) && in(0, PLAIT_KIND_F32, out_rows(), op.i[0]) &&
            out(0, PLAIT_KIND_I32, out_rows(), op.i[1]) && out(1, PLAIT_KIND_F32, out_rows(), op.i[1]) && apart();
+  }
+
+  bool attend_latent() const {
+    const PlaitOp &op = *op_;
+    if (!cache(op.i[0])) return false;
+    const PlaitCache &cache = plan_.caches[op.i[0]];
+    if (cache.value_width != 0) return wrong("cache %d has values of its own", op.i[0]);
+    const int64_t heads = op.i[1], nope = op.i[2], value = op.i[3], latent = cache.latent_width;
+    if (heads < 1 || heads > kMaxHeads) return wrong("%d heads", op.i[1]);
+    if (nope < 16 || nope % 16 != 0 || value < 16 || value % 16 != 0 || latent % 16 != 0)
+      return wrong("widths %d, %d and %d: multiples of 16 are needed", op.i[2], op.i[3], cache.latent_width);
+    if (op.i[4] < PLAIT_LATENT_AUTO || op.i[4] > PLAIT_LATENT_ABSORBED) return wrong("form %d", op.i[4]);
+    if (!(op.f[1] >= 0 && op.f[1] <= 1e6f)) return wrong("attention at %g times its cost", op.f[1]);
+    if (!matrix(0) || !matrix(1)) return false;
+    if (weight(0).rows != heads * (nope + value) || weight(0).cols != latent)
+      return wrong("a matrix of %lld x %lld, %lld x %lld is needed", static_cast<long long>(weight(0).rows),
+                   static_cast<long long>(weight(0).cols), static_cast<long long>(heads * (nope + value)),
+                   static_cast<long long>(latent));
+    if (weight(1).rows != heads * latent || weight(1).cols != nope || is_quantised(weight(1).layout))
+      return wrong("a second layout of %lld x %lld (layout %d), floats of %lld x %lld are needed",
+                   static_cast<long long>(weight(1).rows), static_cast<long long>(weight(1).cols), weight(1).layout,
+                   static_cast<long long>(heads * latent), static_cast<long long>(nope));
+    for (int32_t k = 1; k < 3; k++)
+      if (op.in[k] >= 0 || op.out[k] >= 0) return wrong("one input and one output are needed");
+    return in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, heads * (nope + cache.key_width - latent)) &&
+           out(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, heads * value) && apart();
   }
 
   bool experts() const {

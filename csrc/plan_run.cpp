@@ -62,6 +62,7 @@ class Run {
   void gated(const PlaitOp &op, int64_t tokens);
   void experts(const Stage &stage, int64_t tokens);
   void attend(const Stage &stage);
+  void attend_latent(const Stage &stage);
   void select(const PlaitOp &op);
   void logits(const PlaitOp &op);
   void logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t row0, int64_t row1);
@@ -141,6 +142,7 @@ void Run::begin() {
         plan_.positions[t] = step_.context_len[q] - step_.query_start[q + 1] + t;
   }
   for (Attention &attention : plan_.attentions) cut_attention(step_, attention.layer, threads_, &attention.work);
+  for (LatentAttention &attention : plan_.latents) cut_latent(step_, attention.layer, threads_, &attention.work);
 }
 
 // Pairs are copied in their order, in every slot.
@@ -166,6 +168,7 @@ void Run::stage(const Stage &stage) {
     case Stage::kGated: return gated(op, n);
     case Stage::kExperts: return experts(stage, n);
     case Stage::kAttend: return attend(stage);
+    case Stage::kLatent: return attend_latent(stage);
     case Stage::kSelect: return select(op);
     case Stage::kLogits: return logits(op);
     case Stage::kHost: return;
@@ -225,7 +228,7 @@ void Run::write_kv(const PlaitOp &op, int64_t row0, int64_t row1) {
     const int64_t line = cache.group * int64_t{step_.num_sequences} + sequence;
     const int32_t *table = step_.block_table + line * step_.table_width;
     kernels_.write_kv(cache, 0, cache.num_kv_heads, table[at / cache.block_tokens], at % cache.block_tokens, plan_.row(op.in[0], t),
-                      cache.value_width == 0 ? nullptr : plan_.row(op.in[1], t));
+                      op.in[1] < 0 ? nullptr : plan_.row(op.in[1], t));
   }
 }
 
@@ -407,6 +410,19 @@ void Run::attend(const Stage &stage) {
       q = run_head_rows(plan_, step_, *rows, op, work.items[item], mine + attend_item_scratch(layer));
     run_attend_item(kernels_, layer, step_, work, item, q, mine);
   });
+}
+
+void Run::attend_latent(const Stage &stage) {
+  const LatentLayer layer = latent_layer(plan_, plan_.ops[stage.first]);
+  LatentWork &work = plan_.latents[stage.attention].work;
+  Latent latent(kernels_, layer, step_, work, plan_.l2_bytes, threads_, plan_.scratch.data(), plan_.thread_scratch);
+  if (work.num_slabs == 0) return latent.attend(0);
+  for (int64_t slab = 0; slab < work.num_slabs; slab++) {
+    latent.queries(slab);
+    latent.attend(slab);
+    if (slab + 1 == work.num_slabs) fetch_next(stage);
+    latent.results(slab);
+  }
 }
 
 void Run::select(const PlaitOp &op) {

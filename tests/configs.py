@@ -100,4 +100,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_COMMON, **_SIGMOID, "model_type": "glm4_moe", "use_qk_norm": True, "head_dim": 8},
 }
 
+_LATENT: dict[str, Any] = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+CONFIGS |= {
+    "deepseek_v2": {
+        **_LATENT,
+        **_SIGMOID,
+        "model_type": "deepseek_v2",
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+    },
+    "deepseek_v3": {**_LATENT, **_SIGMOID, "model_type": "deepseek_v3", "first_k_dense_replace": 1},
+    "kimi_k2": {
+        **_LATENT,
+        **_SIGMOID,
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "minicpm3": {**_LATENT, "model_type": "minicpm3", "scale_emb": 1.5, "dim_model_base": 20},
+}
+
 CONFIGS |= dense_configs(_COMMON)

@@ -24,6 +24,7 @@ TORCH = {
     "plait.memory.attention",
     "plait.memory.base",
     "plait.memory.dense",
+    "plait.memory.latent",
     "plait.memory.none",
     "plait.memory.paged",
     "plait.memory.paged_step",

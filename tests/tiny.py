@@ -43,6 +43,19 @@ _PER_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "gpt_neox": {"rotary_pct": 0.5, "tie_word_embeddings": False},
+    "deepseek_v3": {
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+    },
 }
 
 

@@ -23,7 +23,7 @@ def keys_of(model_type: str) -> dict[str, Any]:
     """Field name -> default of the class itself; fields of the common base are left out."""
     base = {f.name for f in dataclasses.fields(PreTrainedConfig)}
     own = {}
-    for f in dataclasses.fields(CONFIG_MAPPING[model_type]):
+    for f in dataclasses.fields(CONFIG_MAPPING[families()[model_type].written_as]):
         value = f.default if f.default is not dataclasses.MISSING else None
         if f.name not in base or f.name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
             own[f.name] = value

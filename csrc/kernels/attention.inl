@@ -744,27 +744,43 @@ PLAIT_INLINE void to_16_bits(bool half, const float *x, int n, uint16_t *out) {
   }
 }
 
+// Numbers [first, first + n) of all keys of a block (both even), of row `slot`.
+static void write_keys(const PlaitCache &cache, uint8_t *base, int64_t first, int64_t n, int64_t slot, const float *k) {
+  const int64_t tokens = cache.block_tokens;
+  if (cache.kv_type == PLAIT_KV_F32) {
+    float *keys = (float *)base + first * tokens;
+    for (int64_t d = 0; d < n; d++) keys[d * tokens + slot] = k[d];
+    return;
+  }
+  const bool half = cache.kv_type == PLAIT_KV_F16;
+  uint16_t *keys = (uint16_t *)base + first * tokens;
+  uint16_t out[64];
+  for (int64_t d = 0; d < n; d += 64) {  // the width is even: pairs run through all heads
+    const int count = n - d < 64 ? (int)(n - d) : 64;
+    to_16_bits(half, k + d, count, out);
+    for (int i = 0; i < count; i += 2) memcpy(keys + (d + i) * tokens + 2 * slot, out + i, 4);
+  }
+}
+
 static void write_kv(const PlaitCache &cache, int64_t head0, int64_t head1, int64_t block, int64_t slot, const float *k,
                      const float *v) {
   const int64_t tokens = cache.block_tokens, dk = cache.key_width, dv = cache.value_width, heads = head1 - head0;
   uint8_t *base = cache.base + block * cache.block_stride;
+  if (dv == 0 && v != nullptr) {
+    write_keys(cache, base, 0, cache.latent_width, slot, k);
+    write_keys(cache, base, cache.latent_width, dk - cache.latent_width, slot, v);
+    return;
+  }
+  write_keys(cache, base, head0 * dk, heads * dk, slot, k);
   if (cache.kv_type == PLAIT_KV_F32) {
-    float *keys = (float *)base + head0 * dk * tokens;
     float *values = (float *)base + (cache.num_kv_heads * dk + head0 * dv) * tokens;
-    for (int64_t d = 0; d < heads * dk; d++) keys[d * tokens + slot] = k[d];
     for (int64_t h = 0; h < heads && dv; h++) memcpy(values + (h * tokens + slot) * dv, v + h * dv, dv * sizeof(float));
     return;
   }
   // Another thread may write the other key of a pair at the same time: values are stored number by number.
   const bool half = cache.kv_type == PLAIT_KV_F16;
-  uint16_t *keys = (uint16_t *)base + head0 * dk * tokens;
   uint16_t *values = (uint16_t *)base + (cache.num_kv_heads * dk + head0 * dv) * tokens;
   uint16_t out[64];
-  for (int64_t d = 0; d < heads * dk; d += 64) {  // the width is even: pairs run through all heads
-    const int n = heads * dk - d < 64 ? (int)(heads * dk - d) : 64;
-    to_16_bits(half, k + d, n, out);
-    for (int i = 0; i < n; i += 2) memcpy(keys + (d + i) * tokens + 2 * slot, out + i, 4);
-  }
   for (int64_t h = 0; h < heads && dv; h++)
     for (int64_t f = 0; f < dv; f += 64) {
       const int n = dv - f < 64 ? (int)(dv - f) : 64;
@@ -772,6 +788,42 @@ static void write_kv(const PlaitCache &cache, int64_t head0, int64_t head1, int6
       uint16_t *to = values + ((h * (tokens / 2) + slot / 2) * dv + f) * 2 + (slot & 1);
       for (int i = 0; i < n; i++) to[2 * i] = out[i];
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Reading back
+
+template <class T, int LANES>
+PLAIT_INLINE void read_pairs(const uint8_t *p, int64_t stride, int64_t gap, int lanes, int64_t pairs, float *out,
+                             int64_t out_stride) {
+  for (int64_t pair = 0; pair < pairs; pair++, p += stride, out += 2) {
+    float first[W], second[W];
+    store(first, T::template first<LANES>(p, lanes));
+    store(second, T::template second<LANES>(p, gap, lanes));
+    for (int i = 0; i < lanes; i++) {
+      const float both[2] = {first[i], second[i]};
+      memcpy(out + i * out_stride, both, sizeof both);
+    }
+  }
+}
+
+template <class T>
+static void read_keys_of(const PlaitCache &cache, int64_t block, int64_t slot, int64_t count, float *out,
+                         int64_t out_stride) {
+  const int64_t gap = cache.block_tokens * T::size, pairs = cache.key_width / 2;
+  const uint8_t *p = cache.base + block * cache.block_stride + 4 * slot;
+  for (; count >= W; count -= W, p += 4 * W, out += W * out_stride)
+    read_pairs<T, W>(p, 2 * gap, gap, W, pairs, out, out_stride);
+  if (count > 0) read_pairs<T, 0>(p, 2 * gap, gap, (int)count, pairs, out, out_stride);
+}
+
+static void read_keys(const PlaitCache &cache, int64_t block, int64_t slot, int64_t count, float *out,
+                      int64_t out_stride) {
+  switch (cache.kv_type) {
+    case PLAIT_KV_F32: return read_keys_of<Floats>(cache, block, slot, count, out, out_stride);
+    case PLAIT_KV_F16: return read_keys_of<F16Pairs>(cache, block, slot, count, out, out_stride);
+    default: return read_keys_of<Bf16Pairs>(cache, block, slot, count, out, out_stride);
+  }
 }
 
 }  // namespace PLAIT_ISA_NAMESPACE

@@ -78,9 +78,12 @@ struct Kernels {
   void (*weighted_sum)(const float *const *row, const float *weights, int64_t rows, int64_t n, float *out);
 
   // Keys and values of one token (k [kv heads, key_width], v [kv heads, value_width]) into row `slot` of `block`, for
-  // heads [head0, head1) only, of which k and v are the rows.
+  // heads [head0, head1) only, of which k and v are the rows. Where values are a part of the keys (value_width 0), v is
+  // null, or the key's numbers from latent_width on, which then are not read from k.
   void (*write_kv)(const PlaitCache &cache, int64_t head0, int64_t head1, int64_t block, int64_t slot, const float *k,
                    const float *v);
+  // Row t of out, out_stride floats apart: the key of kv head 0 in row slot + t of `block`, for t < count.
+  void (*read_keys)(const PlaitCache &cache, int64_t block, int64_t slot, int64_t count, float *out, int64_t out_stride);
   // Attention of tokens [t0, t1) for one kv head over keys [key0, key1), which begin at a multiple of the chunk.
   // partial null: these are all the keys, the result goes to `out`. Else per (token, query head of the group), from
   // partial on: highest score, sum of exponentials, from kPartialHead on value_width unnormalised sums. scratch:

@@ -19,7 +19,7 @@ const Kernels kKernels = {
     unpack_row,
     quantise, rms_norm, layer_norm, positions, rotate, activate, gate, add, scale, soft_cap, clip, arg_max,
     route, weighted_sum,
-    write_kv, attend, attend_merge,
+    write_kv, read_keys, attend, attend_merge,
 };
 
 }  // namespace PLAIT_ISA_NAMESPACE

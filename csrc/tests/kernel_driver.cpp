@@ -363,13 +363,17 @@ void check_attention(const char *isa) {
 
 // --- plans --------------------------------------------------------------------------------------------------------
 
-// A layer with random weights: norm, q, k, v, rotation, attention, gated products, experts, logits.
+// A layer with random weights: norm, q, k, v, rotation, attention, gated products, experts, latent attention, logits.
 struct Toy {
   static constexpr int kExperts = 6, kChosen = 3, kInner = 32;
   static constexpr int kDim = 64, kHeads = 4, kKvHeads = 2, kWidth = 32, kHidden = 160, kVocab = 107, kBlock = 8;
-  static constexpr int kTokens = 64, kBlocks = 33;
+  static constexpr int kTokens = 64, kBlocks = 33, kLatent = 64, kNope = 16, kValue = 32;
 
-  explicit Toy(uint64_t seed) : pool(kBlocks * kBlock * kKvHeads * kWidth * 2), frequencies(kWidth / 2), norm(kDim) {
+  explicit Toy(uint64_t seed)
+      : pool(kBlocks * kBlock * kKvHeads * kWidth * 2),
+        latents(kBlocks * kBlock * (kLatent + kWidth)),
+        frequencies(kWidth / 2),
+        norm(kDim) {
     state = seed;
     for (int i = 0; i < kWidth / 2; i++) frequencies[i] = float(pow(100.0, -i / 16.0));
     fill(norm);
@@ -382,6 +386,14 @@ struct Toy {
       matrices.push_back(weights.back()->packed);
     }
     matrices.push_back({PLAIT_LAYOUT_VECTOR, 0, 1, kDim, 4 * kDim, norm.data()});
+    // Of latent attention: queries, latents, rotary keys, keys and values of a latent, queries for latents, output.
+    const int more[][3] = {{0, kHeads * (kNope + kWidth), kDim}, {1, kLatent, kDim}, {2, kWidth, kDim},
+                           {7, kHeads * (kNope + kValue), kLatent}, {1, kHeads * kLatent, kNope},
+                           {0, kDim, kHeads * kValue}};
+    for (const auto &shape : more) {
+      weights.push_back(new Matrix(kFormats[shape[0]], shape[1], shape[2]));
+      matrices.push_back(weights.back()->packed);
+    }
     const int q8 = PLAIT_KIND_Q8, f = PLAIT_KIND_F32;
     const int x = buffer(kDim, f), angles = buffer(kWidth, f), n1 = buffer(kDim, f), a1 = buffer(kDim, q8);
     const int q = buffer(kHeads * kWidth, f), k = buffer(kKvHeads * kWidth, f), v = buffer(kKvHeads * kWidth, f);
@@ -409,22 +421,33 @@ struct Toy {
     op(PLAIT_OP_ROUTE, {choice}, {ids, shares}, {-1}, {kExperts, kChosen, PLAIT_SCORES_SOFTMAX, 1}, {1.0f});
     op(PLAIT_OP_EXPERTS, {a1, ids, shares}, {y, inner, results}, {10, -1, 11, -1}, {PLAIT_ACT_SILU, kExperts, 1}, {});
     op(PLAIT_OP_ADD, {x, y}, {x}, {}, {}, {});
+    const int lq = buffer(kHeads * (kNope + kWidth), f), latent = buffer(kLatent, f), turning = buffer(kWidth, f);
+    const int mixed = buffer(kHeads * kValue, f);
+    op(PLAIT_OP_RMS_NORM, {x}, {n1}, {12}, {1, kDim}, {1e-5f});
+    op(PLAIT_OP_LINEAR, {n1}, {lq, latent, turning}, {13, -1, 14, -1, 15, -1}, {3}, {});
+    op(PLAIT_OP_ROTATE, {lq, angles}, {lq}, {}, {kHeads, kNope + kWidth, kWidth, 1, kNope}, {});
+    op(PLAIT_OP_ROTATE, {turning, angles}, {turning}, {}, {1, kWidth, kWidth, 1}, {});
+    op(PLAIT_OP_WRITE_KV, {latent, turning}, {}, {}, {1}, {});
+    op(PLAIT_OP_ATTEND_LATENT, {lq}, {mixed}, {16, 17}, {1, kHeads, kNope, kValue}, {0.2f, 1.0f});
+    op(PLAIT_OP_LINEAR, {mixed, x}, {x}, {18}, {1}, {});
     op(PLAIT_OP_HIDDEN, {x}, {}, {}, {}, {});
     op(PLAIT_OP_SELECT_ROWS, {x}, {rows}, {}, {}, {});
     op(PLAIT_OP_LOGITS, {rows}, {}, {8}, {}, {4.0f});
     const int64_t block_bytes = int64_t{kBlock} * kKvHeads * kWidth * 2 * 4;
-    cache = {reinterpret_cast<uint8_t *>(pool.data()), block_bytes, 0, kBlock, kKvHeads, kWidth, kWidth,
-             PLAIT_KV_F32, 0, 0};
+    caches[0] = {reinterpret_cast<uint8_t *>(pool.data()), block_bytes, 0, kBlock, kKvHeads, kWidth, kWidth,
+                 PLAIT_KV_F32, 0, 0};
+    caches[1] = {reinterpret_cast<uint8_t *>(latents.data()), 2 * kBlock * (kLatent + kWidth), 0, kBlock, 1,
+                 kLatent + kWidth, 0, PLAIT_KV_BF16, kLatent, 0};
     PlaitPlanSpec spec = {};
     spec.ops = ops.data();
     spec.buffers = buffers.data();
     spec.matrices = matrices.data();
-    spec.caches = &cache;
+    spec.caches = caches;
     spec.tables = frequencies.data();
     spec.num_ops = int32_t(ops.size());
     spec.num_buffers = int32_t(buffers.size());
     spec.num_matrices = int32_t(matrices.size());
-    spec.num_caches = 1;
+    spec.num_caches = 2;
     spec.num_table_floats = kWidth / 2;
     spec.max_tokens = kTokens;
     spec.max_rows = 4;
@@ -432,7 +455,7 @@ struct Toy {
     spec.sampled_ids = 99;
     spec.arena_bytes = arena_bytes;
     spec.copy_slots = 1;
-    spec.pool = cache.base;
+    spec.pool = caches[0].base;
     spec.slot_stride = kBlocks * block_bytes;
     spec.block_bytes = block_bytes;
     plan = plait_plan_create(&spec);
@@ -510,15 +533,118 @@ struct Toy {
     return all;
   }
 
-  Array<float> pool, frequencies, norm;
+  Array<float> pool;
+  Array<uint16_t> latents;
+  Array<float> frequencies, norm;
   std::vector<Matrix *> weights;
   std::vector<PlaitMatrix> matrices;
   std::vector<PlaitBuffer> buffers;
   std::vector<PlaitOp> ops;
-  PlaitCache cache = {};
+  PlaitCache caches[2] = {};
   int64_t arena_bytes = 0;
   PlaitPlan *plan = nullptr;
 };
+
+// A plan of one latent attention, in either form, against naive sums; two sequences in one step.
+void check_latent(const char *isa) {
+  const int heads = int(between(1, 3)), latent = int(16 * between(1, 4)), nope = int(16 * between(1, 3));
+  const int value = int(16 * between(1, 3)), rotary = int(2 * between(1, 9)), row = latent + rotary, key = nope + rotary;
+  const int form = int(between(1, 2)), type = int(between(0, 2)), block = int(8 * between(1, 3));
+  const int32_t context[2] = {int32_t(between(1, 40)), int32_t(between(490, 540))};
+  const int32_t counts[2] = {int32_t(std::min<int64_t>(context[0], between(1, 9))), int32_t(between(1, 50))};
+  const int32_t start[3] = {0, counts[0], counts[0] + counts[1]}, tokens = start[2];
+  const int32_t blocks = (context[1] + block - 1) / block;
+  const std::string what = std::string(isa) + " latent attention, form " + std::to_string(form) + ", " +
+                           std::to_string(heads) + " heads of " + std::to_string(latent) + ", " + std::to_string(nope) +
+                           ", " + std::to_string(rotary) + ", " + std::to_string(value) + ", keys of type " +
+                           std::to_string(type);
+  Matrix weight(kFormats[0], heads * (nope + value), latent);
+  Array<float> turned(heads * latent * nope);
+  for (int h = 0; h < heads; h++)
+    for (int c = 0; c < latent; c++)
+      for (int n = 0; n < nope; n++)
+        turned[(h * latent + c) * nope + n] = float(weight.values[(h * (nope + value) + n) * latent + c]);
+  Array<uint8_t> second(plait_packed_bytes(PLAIT_LAYOUT_F32, heads * latent, nope));
+  expect(plait_pack(PLAIT_LAYOUT_F32, PLAIT_LAYOUT_F32, turned.data(), nope * 4, nullptr, heads * latent, nope,
+                    second.data(), 1) == 0, what);
+  const PlaitMatrix matrices[2] = {
+      weight.packed,
+      {PLAIT_LAYOUT_F32, 0, heads * latent, nope, second.size() / (heads * latent / 16), second.data()}};
+  const int64_t stride = int64_t{block} * row * (type == PLAIT_KV_F32 ? 4 : 2);
+  Array<uint8_t> memory((2 * blocks + 1) * stride);
+  memset(memory.data(), 0xff, memory.size());
+  const PlaitCache cache = {memory.data(), stride, 0, block, 1, row, 0, type, latent, 0};
+  Array<int32_t> table(2 * blocks);
+  for (int32_t b = 0; b < 2 * blocks; b++) table[b] = 2 * blocks - b;
+  Array<float> rows(2 * 540 * row), q(tokens * heads * key), out(tokens * heads * value);
+  fill(rows), fill(q);
+  for (int64_t i = 0; i < rows.size(); i++) rows[i] = roundf(rows[i] * 64) / 64;  // exact in any type
+  const int32_t widths[4] = {heads * key, latent, rotary, heads * value};
+  PlaitBuffer buffers[4];
+  int64_t arena = 0;
+  for (int b = 0; b < 4; b++) {
+    buffers[b] = {arena, 4 * int64_t{widths[b]}, PLAIT_ROWS_TOKENS, PLAIT_KIND_F32, widths[b], 0};
+    arena += (tokens * buffers[b].row_bytes + 63) / 64 * 64;
+  }
+  const float scale = 0.1f;
+  const PlaitOp ops[2] = {
+      {PLAIT_OP_WRITE_KV, {1, 2, -1}, {-1, -1, -1}, {-1, -1, -1, -1, -1, -1}, {0}, {0}},
+      {PLAIT_OP_ATTEND_LATENT, {0, -1, -1}, {3, -1, -1}, {0, 1, -1, -1, -1, -1}, {0, heads, nope, value, form},
+       {scale, 1.0f}}};
+  PlaitPlanSpec spec = {};
+  spec.ops = ops, spec.buffers = buffers, spec.matrices = matrices, spec.caches = &cache;
+  spec.num_ops = 2, spec.num_buffers = 4, spec.num_matrices = 2, spec.num_caches = 1;
+  spec.max_tokens = tokens, spec.vocab_size = spec.sampled_ids = 1, spec.arena_bytes = arena;
+  PlaitPlan *plan = plait_plan_create(&spec);
+  expect(plan != nullptr, what);
+  for (int s = 0; s < 2; s++) {
+    const float *own = rows.data() + s * 540 * row;
+    const int32_t first = context[s] - counts[s];
+    expect(plait_write_kv(isa, &cache, table.data() + s * blocks, 0, first, own, nullptr) == 0, what);
+    for (int32_t t = 0; t < counts[s]; t++) {
+      memcpy(static_cast<float *>(plait_plan_buffer(plan, 1)) + (start[s] + t) * latent, own + (first + t) * row,
+             latent * 4);
+      memcpy(static_cast<float *>(plait_plan_buffer(plan, 2)) + (start[s] + t) * rotary,
+             own + (first + t) * row + latent, rotary * 4);
+    }
+  }
+  memcpy(plait_plan_buffer(plan, 0), q.data(), q.size() * 4);
+  std::vector<int32_t> ids(tokens);
+  const PlaitStep step = {tokens, 2, 0, 1, blocks, 0, ids.data(), nullptr, start, context, table.data(),
+                          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  expect(plait_plan_run(plan, &step, 0) == 2, what);
+  memcpy(out.data(), plait_plan_buffer(plan, 3), out.size() * 4);
+  plait_plan_destroy(plan);
+  for (int s = 0; s < 2; s++)
+    for (int h = 0; h < heads; h++) {
+      // Keys and values of all rows, then every token over them.
+      std::vector<double> made(int64_t{context[s]} * (nope + value)), scores(context[s]), sums(value);
+      const float *own = rows.data() + s * 540 * row;
+      for (int32_t c = 0; c < context[s]; c++)
+        for (int n = 0; n < nope + value; n++)
+          for (int i = 0; i < latent; i++)
+            made[c * (nope + value) + n] += weight.values[(h * (nope + value) + n) * latent + i] * own[c * row + i];
+      for (int32_t t = 0; t < counts[s]; t++) {
+        const float *query = q.data() + ((start[s] + t) * heads + h) * key;
+        const int32_t seen = context[s] - counts[s] + t + 1;
+        double highest = -INFINITY, total = 0;
+        for (int32_t c = 0; c < seen; c++) {
+          double sum = 0;
+          for (int n = 0; n < nope; n++) sum += query[n] * made[c * (nope + value) + n];
+          for (int i = 0; i < rotary; i++) sum += double(query[nope + i]) * own[c * row + latent + i];
+          highest = std::max(highest, scores[c] = sum * scale);
+        }
+        std::fill(sums.begin(), sums.end(), 0.0);
+        for (int32_t c = 0; c < seen; c++) {
+          const double p = exp(scores[c] - highest);
+          total += p;
+          for (int i = 0; i < value; i++) sums[i] += p * made[c * (nope + value) + nope + i];
+        }
+        for (int i = 0; i < value; i++)
+          near(out[((start[s] + t) * heads + h) * value + i], sums[i] / total, 1e-4 * sqrt(double(latent)), what);
+      }
+    }
+}
 
 // Every item of a stage is done once, however many threads share the items and take them from one another.
 void check_items(int rounds) {
@@ -544,6 +670,7 @@ void check_plans(const char *isa, int rounds) {
     if (expected.empty()) expected = all;
     expect(all == expected, std::string(isa) + " plan: other bits with " + std::to_string(threads) + " threads");
   }
+  for (int round = 0; round < rounds; round++) check_latent(isa);
   Toy first(1), second(1);
   const auto call = [&](Toy *toy) {
     for (int r = 0; r < rounds; r++) expect(toy->run() == expected, std::string(isa) + " plan: two callers");

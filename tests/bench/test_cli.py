@@ -32,6 +32,8 @@ WRONG = [
     (["decode", "MODEL", "--peer", "none", "--text", "/nowhere.txt"], "/nowhere.txt: no such file"),
     (["decode", "MODEL", "--peer", "none", "--context", "90000"], "too few for 1 prompts"),
     (["decode", "/nowhere.gguf"], "/nowhere.gguf"),
+    (["mla", "MODEL"], "model has no latent attention"),
+    (["mla", "--text", "x"], "--text would be ignored: `plait bench mla`"),
     (["sing"], "invalid choice"),
 ]
 

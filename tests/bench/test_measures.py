@@ -24,6 +24,7 @@ from plait.bench.speed import (
     python_share,
 )
 from plait.errors import PlaitError
+from plait.ops.spec import LatentSpec
 from tests.threads import one_thread  # noqa: F401 (a fixture)
 from tests.tiny import tiny_config, tiny_model_dir
 
@@ -110,6 +111,29 @@ def test_the_limit_of_a_batch_counts_the_requests_that_are_not_done(monkeypatch:
     assert both > (90 + (4 + 2) * 5) / 4
     assert 1000 / 100 + 500 / 50 + 5 * 8 / 10 < (90 + 25) / 4
     assert _batch_seconds(costs, [3, 1], [3, 2], 1) == pytest.approx(prompts + both + (90 + 25) / 4)
+
+
+def test_latent_attention_costs_its_cheaper_form() -> None:
+    """Two heads of 3 + 1 and 2 over a latent of 4: 4 + 2 a key expanded, 5 + 4 absorbed, 4 * 5 a row made again."""
+    costs = Costs(latent=[LatentSpec(2, 4, 3, 1, 2, 1.0)])
+    assert costs.attended(0, 3) == 2 * 6 * (1 + 2 + 3)
+    assert costs.attended(10, 1) == 2 * 9 * 11
+    pairs = sum(range(11, 51))
+    assert costs.attended(10, 40) == 2 * min(9 * pairs, 10 * 20 + 6 * pairs) == 2 * (200 + 6 * pairs)
+
+
+def test_costs_of_a_latent_model_are_its_parameters_and_one_row_a_token() -> None:
+    decoder = plait.from_config(tiny_config("deepseek_v3"))
+    costs = measure_costs(OurSide(decoder, context=64, threads=1, plan="reference").bundle)
+    counts = decoder.param_counts()
+    assert costs.operations() == sum(
+        p.numel() * (2 / 6 if "experts." in n and p.ndim == 3 else 1)
+        for n, p in decoder.named_parameters()
+        if p.ndim > 1 and n != "model.embed_tokens.weight"
+    )
+    assert costs.weight_bytes == 4 * (counts["active"] - counts["embedding"])
+    assert costs.bytes_read(10) - costs.weight_bytes == 10 * 3 * (24 + 6) * 4
+    assert len(costs.latent) == 3 and not costs.attention
 
 
 def test_python_share() -> None:

@@ -153,13 +153,20 @@ def test_positions(isa, magnitude):
 @needs_library
 @every_isa
 @pytest.mark.parametrize("pairing", ["halves", "adjacent"])
-@pytest.mark.parametrize("heads,width,turning", [(3, 64, 64), (2, 80, 32), (1, 6, 2), (4, 36, 36), (2, 300, 290)])
-def test_rotate(isa, pairing, heads, width, turning):
+@pytest.mark.parametrize(
+    "heads,width,turning,start",
+    [(3, 64, 64, 0), (2, 80, 32, 0), (1, 6, 2, 0), (4, 36, 36, 0), (2, 300, 290, 0), (3, 96, 32, 64), (2, 70, 20, 17)],
+)
+def test_rotate(isa, pairing, heads, width, turning, start):
     x, angles = normal(5, heads * width), normal(5, turning, seed=1)
     truth = reference.rotate(
-        double(x).reshape(5, heads, width), double(angles).reshape(5, 2, -1), width=turning, pairing=pairing
+        double(x).reshape(5, heads, width),
+        double(angles).reshape(5, 2, -1),
+        width=turning,
+        pairing=pairing,
+        start=start,
     )
-    op = {"i": {0: heads, 1: width, 2: turning, 3: int(pairing == "adjacent")}}
+    op = {"i": {0: heads, 1: width, 2: turning, 3: int(pairing == "adjacent"), 4: start}}
     out = run(isa, "rotate", [x, angles], **op)
     assert_close(out, truth.reshape(5, -1), 1e-6, 1e-6)
     in_place = x.copy()

@@ -39,6 +39,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 6,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": None,
+        "kv_lora_rank": 4,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 2,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 2,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "gpt_neox": {"hidden_size": 32, "rotary_pct": 0.5, "num_key_value_heads": None, "rope_theta": None},
 }
 

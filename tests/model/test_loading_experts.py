@@ -27,7 +27,7 @@ from tests.configs import CONFIGS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensors = dict[str, torch.Tensor]
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "deepseek_v2", "deepseek_v3")
 IDS = torch.arange(30).reshape(2, 15) % 96
 
 

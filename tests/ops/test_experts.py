@@ -329,3 +329,38 @@ def test_a_step_reads_the_experts_that_its_tokens_can_choose() -> None:
     one, two, many = (totals(recording, 1, Sizes.of(1, length))["weight_bytes_read_per_step"] for length in (1, 2, 50))
     assert totals(recording, 1)["weight_bytes_read_per_step"] == one
     assert (two - one, many - one) == (3 * 2 * expert, 3 * 4 * expert)
+
+
+def scores_of(scores: list[float]) -> tuple[Tensor, Tensor]:
+    """An input and a router weight whose sigmoid scores are these."""
+    p = torch.tensor(scores)
+    return torch.ones(1, 1), (p / (1 - p)).log()[:, None]
+
+
+def test_a_selection_bias_is_no_part_of_the_weights() -> None:
+    spec = RouterSpec(4, 2, "sigmoid", "always", 2.5)
+    x, weight = scores_of([0.9, 0.8, 0.1, 0.1])
+    ids, weights, _ = ops.route(x, weight, None, torch.tensor([-5.0, 0.0, 5.0, 0.0]), spec=spec)
+    assert ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.277778, 2.222222]]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("renormalise", "scale"), [("never", 16.0), ("never", 1.0), ("always", 16.0), ("always", 1.0)])
+def test_weights_are_scaled_whether_or_not_they_are_renormalised(renormalise: Any, scale: float) -> None:
+    x, weight = scores_of([0.5, 0.25, 0.2])
+    _, weights, _ = ops.route(x, weight, spec=RouterSpec(3, 2, "sigmoid", renormalise, scale))
+    raw = torch.tensor([[0.5, 0.25]]) / (0.75 if renormalise == "always" else 1.0)
+    torch.testing.assert_close(weights, raw * scale)
+
+
+def test_experts_of_dropped_groups_are_never_chosen_however_low_the_others_score() -> None:
+    """Biases far below every score: masked with 0, an expert of a dropped group would be the best."""
+    spec = RouterSpec(8, 2, "sigmoid", groups=4, top_groups=2, group_score="two_best")
+    x, weight = random(500, WIDTH, seed=1), random(8, WIDTH, seed=2)
+    bias = -3.0 + random(8, seed=3)
+    ids, _, logits = ops.route(x, weight, None, bias, spec=spec)
+    selection = logits.sigmoid() + bias
+    assert selection.max() < 0
+    for token in range(len(x)):
+        expected, eligible = chosen_one_by_one(selection[token], spec)
+        assert ids[token].tolist() == expected and set(expected) <= eligible

@@ -10,6 +10,7 @@ from tests.parity.case import YARN as _YARN
 from tests.parity.case import Case
 from tests.parity.case import family as _family
 from tests.parity.dense_cases import DENSE
+from tests.parity.latent_cases import LATENT
 from tests.parity.mixture_cases import MIXTURES
 
 __all__ = ["CASES", "Case"]
@@ -191,4 +192,5 @@ CASES = (
     ),
     *DENSE,
     *MIXTURES,
+    *LATENT,
 )

@@ -15,7 +15,6 @@ State = dict[str, Tensor]
 def config_faults(c: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
     """Wrong multipliers, positions, clips, and what reads which norm."""
     first = c.layers[0]
-    a = first.attention
     if first.branch_scale != 1.0:
         yield "branch scale off", _layers(c, lambda layer: replace(layer, branch_scale=1.0))
         yield "branch scale x1.1", _layers(c, lambda layer: replace(layer, branch_scale=1.1 * layer.branch_scale))
@@ -29,6 +28,11 @@ def config_faults(c: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
     if c.position_rows:
         yield "learned positions dropped", replace(c, position_rows=0)
         yield "learned positions one further", replace(c, position_offset=c.position_offset + 1)
+    if isinstance(first.attention, AttentionSpec):
+        yield from _attention_faults(c, first.attention)
+
+
+def _attention_faults(c: ModelConfig, a: AttentionSpec) -> Iterator[tuple[str, ModelConfig]]:
     if a.clip:
         yield "clip off", _attention(c, lambda a: replace(a, clip=0.0))
         yield "clip x1.1", _attention(c, lambda a: replace(a, clip=1.1 * a.clip))
@@ -49,7 +53,7 @@ def config_faults(c: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
 
 def state_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, ModelConfig, State]]:
     """q and k normed over another set of features, with the same weights."""
-    over = c.layers[0].attention.head_norm_over
+    over = getattr(c.layers[0].attention, "head_norm_over", None)
     if over == "projection":
         a = c.layers[0].attention
         split = {"q_norm.weight": a.num_heads, "k_norm.weight": a.num_kv_heads}

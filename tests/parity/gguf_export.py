@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
     "mixtral": "llama",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 
 
@@ -41,6 +43,12 @@ def write_model(
         target = names.get_name(stem)
         assert target is not None, name
         tensors[f"{target}.{kind}"] = _converted(config, name, parameter.detach().numpy())
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensors[f"{names.get_name(name.removesuffix('_bias'))}.bias"] = buffer.numpy()
+    if "attention.key_length_mla" in metadata:
+        for name in [name for name in tensors if name.endswith("attn_kv_b.weight")]:
+            tensors |= _split_kv_b(config, name, tensors.pop(name))
     if old_experts:
         stacks = [name for name in tensors if "_exps" in name]
         for name in stacks:
@@ -65,6 +73,16 @@ def _expert_tensors(names: Any, name: str, value: NDArray) -> dict[str, NDArray]
         else dict(zip(("gate_proj", "up_proj"), np.split(value, 2, 1), strict=True))
     )
     return {f"{names.get_name(f'{stem}.{part}')}.weight": np.ascontiguousarray(t) for part, t in parts.items()}
+
+
+def _split_kv_b(config: Any, name: str, value: NDArray) -> dict[str, NDArray]:
+    """As converters since 2025 write it: of each head what makes keys, transposed, and what makes values."""
+    heads = value.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    k, v = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {
+        name.replace("kv_b", "k_b"): np.ascontiguousarray(k.transpose(0, 2, 1)),
+        name.replace("kv_b", "v_b"): np.ascontiguousarray(v),
+    }
 
 
 def _converted(config: Any, name: str, value: NDArray) -> NDArray:
@@ -96,6 +114,8 @@ def _common(config: Any) -> dict[str, Any]:
     if config.model_type == "starcoder2":
         kv = {"attention.head_count_kv": config.num_key_value_heads}
         return {**keys, **kv, "attention.layer_norm_epsilon": config.norm_epsilon}
+    if config.model_type.startswith("deepseek"):
+        return keys | _latent(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         **keys,
@@ -105,3 +125,26 @@ def _common(config: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.dimension_count": width,
     }
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    """Of older files, which describe the heads."""
+    sigmoid = config.model_type == "deepseek_v3"
+    keys = {
+        "attention.head_count_kv": config.num_attention_heads,
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": sigmoid and config.norm_topk_prob,
+    }
+    if config.q_lora_rank is not None:
+        keys["attention.q_lora_rank"] = config.q_lora_rank
+    return keys | ({"expert_gating_func": 2} if sigmoid else {})

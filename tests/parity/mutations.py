@@ -13,7 +13,7 @@ from plait.model.config import AttentionSpec, LayerSpec, ModelConfig, NormSpec, 
 from plait.model.decoder import Decoder, build
 from plait.model.rope import rope_frequencies
 from plait.ops.spec import Pairing
-from tests.parity import dense_mutations, mixture_mutations
+from tests.parity import dense_mutations, latent_mutations, mixture_mutations
 
 State = dict[str, Tensor]
 
@@ -47,13 +47,15 @@ def mutations(config: ModelConfig, state: State) -> Iterator[Mutation]:
         yield Mutation(name, config, wrong_state)
     for name, wrong, wrong_state in mixture_mutations.state_faults(config, state):
         yield Mutation(name, wrong, wrong_state)
+    for name, wrong, wrong_state in latent_mutations.state_faults(config, state):
+        yield Mutation(name, wrong, wrong_state)
     for name, wrong, wrong_state in dense_mutations.state_faults(config, state):
         yield Mutation(name, wrong, wrong_state)
 
 
 def _config_faults(c: ModelConfig) -> Iterator[tuple]:
     first = c.layers[0]
-    yield from _attention_faults(c)
+    yield from latent_mutations.config_faults(c) if latent_mutations.is_latent(c) else _attention_faults(c)
     yield from _norm_faults(c)
     yield from mixture_mutations.config_faults(c)
     yield from dense_mutations.config_faults(c)
@@ -187,7 +189,7 @@ def _weight_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, State]]:
     if not c.tie_embeddings:
         yield "head tied", {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
     a = c.layers[0].attention
-    if a.num_kv_heads > 1:
+    if isinstance(a, AttentionSpec) and a.num_kv_heads > 1:
         wrong = dict(state)
         for name in state:
             if "k_proj.weight" in name:
@@ -260,9 +262,10 @@ def with_norms(c: ModelConfig, change: Callable[[NormSpec], NormSpec], heads: bo
 
     def layer(old: LayerSpec) -> LayerSpec:
         a = old.attention
+        inner = "inner_norm" if latent_mutations.is_latent(c) else "head_norm"
         return replace(
             old,
-            attention=replace(a, head_norm=maybe(a.head_norm)) if heads else a,
+            attention=replace(a, **{inner: maybe(getattr(a, inner))}) if heads else a,
             pre_attention_norm=maybe(old.pre_attention_norm),
             pre_feed_forward_norm=maybe(old.pre_feed_forward_norm),
             post_attention_norm=maybe(old.post_attention_norm),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait.model.config import ModelConfig
 from plait.model.decoder import Decoder
+from plait.model.families import family
 from plait.weights.load import load
 from tests.parity.cases import Case
 
@@ -74,7 +75,7 @@ def reference_model(case: Case, attention: str = "eager") -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = json.loads(json.dumps(case.raw))  # transformers changes nested dictionaries that it is given
-    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    config = AutoConfig.for_model(family(raw.pop("model_type")).written_as, **raw)
     config.eos_token_id = config.pad_token_id = config.bos_token_id = None
     # Its grouped matrix products need sizes that are multiples of 16 bytes.
     config._experts_implementation = "eager"
@@ -115,6 +116,8 @@ def prove(case: Case, directory: Path) -> Proved:
     """Save the reference with transformers, load it with plait, run the reference once."""
     model = reference_model(case)
     model.save_pretrained(directory)
+    saved = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(saved | {"model_type": case.family}))
     decoder = load(directory, torch.float32)
     generator = torch.Generator().manual_seed(seed_of(case.name))
     ids = torch.randint(0, case.raw["vocab_size"], (2, PROMPT_TOKENS), generator=generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from plait.model.config import MixtureSpec, ModelConfig
+from plait.model.config import AttentionSpec, LatentAttentionSpec, MixtureSpec, ModelConfig
 from plait.model.families import parse_config
 from tests.parity.cases import Case
 
@@ -15,6 +15,8 @@ def switches(c: ModelConfig) -> Vector:
     """Every switch by name; the vectors of two models that compute differently differ somewhere."""
     first = c.layers[0]
     a, f = first.attention, first.feed_forward
+    g = a if isinstance(a, AttentionSpec) else None
+    latent = a if isinstance(a, LatentAttentionSpec) else None
     windows = [layer.attention.window for layer in c.layers]
     tables = {table.rope_type: table for table in c.rotary}
     yarn = tables["yarn"].scaling if "yarn" in tables else {}
@@ -27,20 +29,25 @@ def switches(c: ModelConfig) -> Vector:
         "logits multiplied": c.logit_scale != 1.0,
         "head with a bias": c.head_bias,
         "logits soft-capped": c.logit_soft_cap > 0,
-        "grouped queries": 1 < a.num_kv_heads < a.num_heads,
-        "a single kv head": a.num_kv_heads == 1,
+        "grouped queries": g is not None and 1 < g.num_kv_heads < g.num_heads,
+        "a single kv head": g is not None and g.num_kv_heads == 1,
         "head_dim apart from hidden / heads": a.key_width * a.num_heads != c.hidden_size,
         "softmax scale apart from head_dim^-1/2": abs(a.scale - a.key_width**-0.5) > 1e-9,
-        "q bias": a.q_bias,
-        "k bias": a.k_bias,
-        "v bias": a.v_bias,
-        "o bias": a.o_bias,
-        "norm per q and k head": a.head_norm is not None and a.head_norm_over != "projection",
-        "norm over all q and k heads": a.head_norm is not None and a.head_norm_over == "projection",
-        "weights of its own for each head's norm": a.head_norm_over == "own_head",
-        "q and k normed after rotary": a.head_norm_after_rotary,
-        "q, k and v clipped": a.clip > 0,
-        "attention soft-capped": a.soft_cap > 0,
+        "q bias": g is not None and g.q_bias,
+        "k bias": g is not None and g.k_bias,
+        "v bias": g is not None and g.v_bias,
+        "o bias": (g is not None and g.o_bias) or (latent is not None and latent.bias),
+        "norm per q and k head": g is not None and g.head_norm is not None and g.head_norm_over != "projection",
+        "norm over all q and k heads": g is not None and g.head_norm is not None and g.head_norm_over == "projection",
+        "weights of its own for each head's norm": g is not None and g.head_norm_over == "own_head",
+        "q and k normed after rotary": g is not None and g.head_norm_after_rotary,
+        "q, k and v clipped": g is not None and g.clip > 0,
+        "attention soft-capped": g is not None and g.soft_cap > 0,
+        "latent attention": latent is not None,
+        "latent: queries through a low rank": latent is not None and latent.query_rank is not None,
+        "latent: biases": latent is not None and latent.bias,
+        "latent: mscale in the softmax scale": latent is not None and bool(yarn.get("mscale_all_dim")),
+        "latent: values of another width than keys": latent is not None and latent.value_width != latent.key_width,
         "window on every layer": all(windows),
         "window on some layers": any(windows) and not all(windows),
         "several rotary tables": len(c.rotary) > 1,
@@ -74,6 +81,7 @@ def switches(c: ModelConfig) -> Vector:
         "router: softmax over the chosen": m is not None and m.router.scores == "topk_softmax",
         "router: selection bias": m is not None and m.selection_bias,
         "router: groups": m is not None and m.router.groups > 0,
+        "router: groups by their best": m is not None and m.router.groups > 0 and m.router.group_score == "best",
         "router: weights scaled": m is not None and m.router.scale != 1.0,
         "router: renormalised": m is not None and m.router.renormalises,
         "shared expert": m is not None and m.shared is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,9 +37,13 @@ def in_bf16(proved: Proved) -> Any:
     Its routers are kept and computed in fp32, as plait's always are: a token near a tie goes to another expert
     otherwise. And of its ways to add up experts, "batched_mm" is the one that does so in fp32.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"experts_implementation": "batched_mm"} if mixtures(proved.config) else {}
+    options: dict[str, Any] = {"experts_implementation": "batched_mm"} if mixtures(proved.config) else {}
+    if proved.case.family != proved.model.config.model_type:  # transformers knows the class by another name
+        raw = json.loads((proved.directory / "config.json").read_text())
+        del raw["model_type"]
+        options["config"] = AutoConfig.for_model(proved.model.config.model_type, **raw)
     model = AutoModelForCausalLM.from_pretrained(proved.directory, dtype=torch.bfloat16, **options).eval()
     for name in [name for name, _ in model.named_parameters() if is_router(name)]:
         router = model.get_submodule(name.removesuffix(".weight")).float()

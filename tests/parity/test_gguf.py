@@ -22,6 +22,21 @@ pytestmark = pytest.mark.slow
 _SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 101, "max_position_embeddings": 128}
 _GROUPED = {**_SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+_LATENT = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 _COUNTS = {"expert_count": 5, "expert_used_count": 2}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -115,6 +130,61 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "olmoe": (
         {"model_type": "olmoe", **_GROUPED, **_EXPERTS, "rope_theta": 500.0, "num_key_value_heads": 4},
         {**_COUNTS, "rope.freq_base": 500.0},
+    ),
+    "deepseek2": (
+        {
+            "model_type": "deepseek_v2",
+            **_LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.7,
+            "rope_theta": 300.0,
+        },
+        {"rope.freq_base": 300.0},
+    ),
+    "deepseek2, groups": (
+        {
+            "model_type": "deepseek_v2",
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "rope_theta": 300.0,
+            "tie_word_embeddings": True,
+        },
+        {"rope.freq_base": 300.0, "expert_group_count": 3, "expert_group_used_count": 2, "expert_gating_func": 1},
+    ),
+    "deepseek2, sigmoid, kv_b in two, yarn": (
+        {
+            "model_type": "deepseek_v3",
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_theta": 300.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+        {
+            "rope.freq_base": 300.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+            "expert_group_count": 3,
+            "expert_group_used_count": 2,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 32 + 8,
+            "attention.value_length": 32,
+            "attention.key_length_mla": 12 + 8,
+            "attention.value_length_mla": 10,
+        },
     ),
     "gemma3": (
         {
@@ -234,7 +304,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 # What transformers' GGUF loader does not read.
-UNREAD = ("gptneox", "llama with experts", "olmoe", "olmo2", "granite", "smollm3")
+UNREAD = (
+    *("gptneox", "llama with experts", "olmoe", "olmo2", "granite", "smollm3"),
+    *("deepseek2", "deepseek2, groups", "deepseek2, sigmoid, kv_b in two, yarn"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from plait.memory.layout import CacheLayout, make_layout
-from plait.model.config import ModelConfig, keeps_float32
+from plait.model.config import LatentAttentionSpec, ModelConfig, keeps_float32
 from plait.model.decoder import Decoder, from_config
 from plait.ops.recording import Recording, Value, WeightRef
 from plait.ops.spec import LayerCache
 from plait.ops.symbolic import Recorder
+from plait.weights.latent import fits, latent_weights, make_second
 from plait.weights.store import stack_parts
 from tests.configs import CONFIGS
 from tests.parity.cases import CASES
@@ -36,8 +37,14 @@ def without_kernel(config: ModelConfig) -> set[str]:
         found.add("embed")  # of positions
     if config.head_bias:
         found.add("store_logits")
-    if any(layer.attention.head_norm_over == "own_head" for layer in config.layers):
-        found.add("layer_norm")
+    for attention in (layer.attention for layer in config.layers):
+        if isinstance(attention, LatentAttentionSpec):
+            if not fits(attention.attend):
+                found.add("attend_latent")
+            if attention.latent_width % 16:
+                found.add("split")
+        elif attention.head_norm_over == "own_head":
+            found.add("layer_norm")
     if any(table.rope_type == "longrope" for table in config.rotary):
         found.add("positions_by_reach")
     return found
@@ -90,6 +97,8 @@ def quantised_store(decoder: Decoder, form: str | Callable[[str], str]):
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(torch.from_numpy(store.expand(name)))
+    for name, spec in latent_weights(decoder.config, store).items():
+        store.add(make_second(store[name], spec, 1))
     return store
 
 

@@ -29,7 +29,7 @@ from plait.ops.step import StepInputs
 from plait.plan.lowered import Lowered, PlanOp, quantised_row_bytes
 
 # Stages of their own; operations of the other kinds that follow one another share a stage.
-_STAGES = ("linear", "gated", "activated", "experts", "attend", "logits", "select_rows", "host")
+_STAGES = ("linear", "gated", "activated", "experts", "attend", "attend_latent", "logits", "select_rows", "host")
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 _FUNCTIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -61,6 +61,7 @@ class PlanModel:
         self.random = np.random.default_rng(seed)
         self.arena = np.full(plan.arena_bytes, 0xFF, np.uint8)  # every float a NaN
         self.quantised = [weights[m.name].layout not in (*FLOAT_LAYOUTS, "VECTOR") for m in plan.matrices]
+        # What a second layout holds is told by the first; the model reads that one.
         self.matrices = [self._numbers(weights, m) for m in plan.matrices]
         self.layout = layout
         self.keys, self.values = {}, {}
@@ -238,6 +239,27 @@ class PlanModel:
                 out[t] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         self.write(op.outputs[0], self._all(op.outputs[0]), out)
 
+    def _attend_latent(self, op: PlanOp) -> None:
+        """Keys and values of every head made of the cached rows, whatever the form."""
+        number, heads, nope, value, _ = op.i
+        layer = self.plan.caches[number]
+        g = self.layout.slot(layer)[0]
+        tokens, latent = self.layout.groups[g].block_tokens, self.plan.latents[layer]
+        first, second = (self.plan.matrices[w] for w in op.w)
+        assert (first.name, first.second, second.second) == (second.name, False, True)
+        made = self.matrices[op.w[0]].reshape(heads, nope + value, latent)
+        q = self.read(op.inputs[0], self._all(op.inputs[0])).reshape(len(self.ids), heads, -1)
+        out = np.empty((len(q), heads, value))
+        for s in range(self.s.count):
+            for t in range(self.s.query_start[s], self.s.query_start[s + 1]):
+                seen = np.arange(self.position[t] + 1)
+                rows = self.keys[number][self.s.block_table[g, s][seen // tokens], seen % tokens, 0]
+                k, v = np.split(np.einsum("hnr,cr->chn", made, rows[:, :latent]), [nope], axis=2)
+                scores = np.einsum("hn,chn->hc", q[t, :, :nope], k) + q[t, :, nope:] @ rows[:, latent:].T
+                weights = np.exp((scores - scores.max(1, keepdims=True)) * op.f[0])
+                out[t] = np.einsum("hc,chv->hv", weights / weights.sum(1, keepdims=True), v)
+        self.write(op.outputs[0], self._all(op.outputs[0]), out)
+
     def _select_rows(self, op: PlanOp) -> None:
         assert self.plan.buffers[op.outputs[0]].rows != ROWS_TOKENS
         self.write(op.outputs[0], self._all(op.outputs[0]), self.read(op.inputs[0], self.rows))
@@ -260,6 +282,10 @@ class PlanModel:
             owner = np.searchsorted(self.s.query_start, rows, side="right") - 1
             at = self.position[rows]
             where = (self.s.block_table[g, owner, at // tokens], at % tokens)
+            if layer in self.plan.latents:
+                assert x[0].shape[1] == self.plan.latents[layer]
+                self.keys[number][where] = np.concatenate(x, 1)[:, None]
+                return
             self.keys[number][where] = x[0].reshape(len(rows), *self.keys[number].shape[2:])
             self.values[number][where] = x[1].reshape(len(rows), *self.values[number].shape[2:])
         elif op.kind == "route":
@@ -303,12 +329,13 @@ class PlanModel:
                 y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + op.f[0])
                 return y * (1.0 if op.w[0] < 0 else self.matrices[op.w[0]]) + self.weight(op.w[1])
             case "rotate":
-                heads, width, turning, adjacent = op.i
+                heads, width, turning, adjacent, start = op.i
                 y = x[0].reshape(-1, heads, width).copy()
                 cos, sin = np.split(x[1][:, None], 2, -1)
                 half = turning // 2
-                first = slice(0, turning, 2) if adjacent else slice(0, half)
-                second = slice(1, turning, 2) if adjacent else slice(half, turning)
+                end = start + turning
+                first = slice(start, end, 2) if adjacent else slice(start, start + half)
+                second = slice(start + 1, end, 2) if adjacent else slice(start + half, end)
                 a, b = y[..., first].copy(), y[..., second].copy()
                 y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
                 return y

@@ -228,7 +228,7 @@ def test_rows_are_selected_after_the_last_attention(family: str) -> None:
     for form in (early, fuse(early), Recording.from_json(early.to_json())):
         assert torch.allclose(run(form, weights, ids)["logits"], expected, rtol=0, atol=2e-5)
     # Nothing but the selection reads the last attention, and all products after it are by rows of logits.
-    last = max(i for i, op in enumerate(early.ops) if op.name == "attend")
+    last = max(i for i, op in enumerate(early.ops) if op.name in ("attend", "attend_latent"))
     assert early.ops[last + 1].name == "select_rows" or early.ops[last + 2].name == "select_rows"
     after = [op for op in early.ops[last + 1 :] if op.name not in ("select_rows", "view")]
     assert len([op for op in after if op.name == "linear"]) == 1 + linears_of(decoder)

@@ -42,6 +42,11 @@ WIDE = {
     for family, raw in CONFIGS.items()
     if family not in _SQUARE and "intermediate_size" in raw
 } | {family: {**CONFIGS[family], "hidden_size": 128, "intermediate_size": 96} for family in _SQUARE}
+for raw in WIDE.values():
+    if "kv_lora_rank" in raw:  # whole panels too
+        del raw["head_dim"]
+        widths = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        raw |= widths | ({"q_lora_rank": 32} if raw["q_lora_rank"] else {})
 # Twice as wide as the others, it would spend all of the tolerance on fp32's rounding with their weights.
 WIDE["helium"] |= {"head_dim": 32, "initializer_range": 0.1}
 

@@ -9,7 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from plait.bench.limits import product_rate
-from plait.weights.store import VECTOR
+from plait.ops.spec import LatentSpec
+from plait.weights.store import VECTOR, second_name
 
 if TYPE_CHECKING:
     from plait.engine.build import EngineBundle
@@ -30,6 +31,7 @@ class Costs:
     head: tuple[str, int] = ("F32", 0)
     caches: list[tuple[int, int]] = field(default_factory=list)  # (bytes per token, window) of every layer
     attention: list[tuple[int, int]] = field(default_factory=list)  # (multiply-adds per token and key, window)
+    latent: list[LatentSpec] = field(default_factory=list)  # of every layer with latent attention
 
     def bytes_read(self, context: int) -> int:
         """Bytes of weights, keys and values that a token at position `context` makes the machine read."""
@@ -40,10 +42,18 @@ class Costs:
         return sum(self.multiply_adds.values()) + self.head[1]
 
     def attended(self, first: int, tokens: int) -> int:
-        """Multiply-adds of attention for `tokens` tokens of one sequence, the first of them at position `first`."""
+        """Multiply-adds of attention for `tokens` tokens of one sequence, the first of them at position `first`; of
+        latent attention in its cheaper form."""
         keys = range(first + 1, first + tokens + 1)
         visible = {window: sum(min(n, window) if window else n for n in keys) for _, window in self.attention}
-        return sum(count * visible[window] for count, window in self.attention)
+        pairs = sum(keys)
+        total = sum(count * visible[window] for count, window in self.attention)
+        for spec in self.latent:
+            # The product with W is among the weights', once a token; the expanded form makes older keys again.
+            again = first * spec.latent_width * (spec.nope_width + spec.value_width)
+            expanded = again + pairs * (spec.key_width + spec.value_width)
+            total += spec.num_heads * min(expanded, pairs * (spec.row_width + spec.latent_width))
+        return total
 
     def rates(self, threads: int) -> dict[str, float] | None:
         """Multiply-adds per second of every kind of product of a step, measured now; None where one is unknown."""
@@ -81,6 +91,8 @@ def measure_costs(bundle: EngineBundle) -> Costs:
             spec = op.attrs["spec"]
             widths = spec["key_width"] + spec["value_width"]
             costs.attention.append((spec["num_heads"] * widths, spec["window"]))
+        if op.name == "attend_latent":
+            costs.latent.append(LatentSpec(**op.attrs["spec"]))
         if op.name == "embed":
             continue
         for ref in op.weights:
@@ -95,6 +107,12 @@ def measure_costs(bundle: EngineBundle) -> Costs:
             layout = packed.layout if packed is not None else _LAYOUT_OF_BYTES[number_bytes]
             per_number = packed.data.nbytes / prod(ref.shape) if packed is not None else number_bytes
             costs.weight_bytes += round(share * numbers * per_number)
+            if store is not None and second_name(ref.name) in store:
+                # Of the rows that make keys a single token reads the second layout.
+                spec = LatentSpec(**op.attrs["spec"])
+                made = spec.nope_width + spec.value_width
+                costs.weight_bytes += store[second_name(ref.name)].nbytes
+                costs.weight_bytes -= round(numbers * per_number * spec.nope_width / made)
             if len(ref.shape) < 2 or layout == VECTOR:
                 continue
             if op.name == "logits":

@@ -24,6 +24,7 @@ _EVERY = ("model", "threads", "text", "dtype", "plan", "kv_dtype")
 _SIDES = (*_EVERY, "peer", "peer_model", "rounds")
 NAMES = {
     "limits": Bench("read bandwidth and matrix-product rates of this machine", ("threads",)),
+    "mla": Bench("where both forms of latent attention cost the same", ("model", "threads", "context", "kv_dtype")),
     "decode": Bench("tokens/s of one greedy request after its prompt", (*_SIDES, "context", "new_tokens")),
     "prefill": Bench("tokens/s of a prompt", (*_SIDES, "prompt_tokens")),
     "batch": Bench(
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=positive, metavar="N", help="alternations that count (default: 5)")
     parser.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: all that may be used)")
-    parser.add_argument("--context", type=_numbers, metavar="N,N", help="decode: tokens before it (default: 128)")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="tokens before it (decode: 128; mla: 512,4096)")
     parser.add_argument("--requests", type=_numbers, metavar="N,N", help="at once (default: 8,32; over HTTP: 32)")
     parser.add_argument("--prompt-tokens", type=_numbers, metavar="N", help="default: 128; prefill: 512, or N,N")
     parser.add_argument("--new-tokens", type=positive, metavar="N", help="default: 64; of many requests each 128")
@@ -78,11 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _refuse_unused(args)
-    report = measure_limits(args) if args.name == "limits" else measure(args)
+    alone = {"limits": measure_limits, "mla": measure_mla}
+    report = alone.get(args.name, measure)(args)
     if args.json:
         print_json(report)
     elif args.name == "limits":
         _print_limits(report)
+    elif args.name == "mla":
+        _print_mla(report)
     else:
         from plait.bench.report import text_lines
 
@@ -95,6 +99,17 @@ def measure_limits(args: argparse.Namespace) -> dict[str, Any]:
 
     with progress("measuring"):
         return limits(args.threads)
+
+
+def measure_mla(args: argparse.Namespace) -> dict[str, Any]:
+    from plait.bench.latent import CONTEXTS
+    from plait.bench.latent import measure as forms
+    from plait.weights.locate import locate
+
+    kv_dtype = "bf16" if args.kv_dtype in (None, "auto") else args.kv_dtype
+    with progress("measuring"):
+        path = None if args.model is None else locate(args.model)
+        return forms(path, args.context or CONTEXTS, args.threads, kv_dtype)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -275,6 +290,16 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} would be ignored: `plait bench {args.name}` does not take it")
+
+
+def _print_mla(report: dict[str, Any]) -> None:
+    from plait.bench.report import origin_line
+
+    print(origin_line(report))
+    print(", ".join(f"{name} {value}" for name, value in report["settings"].items()))
+    for rows in (report["rows"], report["crossings"]):
+        print_table(tuple(rows[0]), [tuple("-" if x is None else f"{x}" for x in row.values()) for row in rows])
+    print(f"the plan counts a multiply-add of attention {report['cost in use']} times")
 
 
 def _print_limits(report: dict[str, Any]) -> None:

@@ -166,11 +166,12 @@ def _plan_line(row: dict[str, Any], sized: bool) -> tuple[str, ...]:
     from plait.ops.report import shape_text
 
     attributes = " ".join(f"{name}={value}" for name, value in row["attributes"].items())
+    per_key = "" if sized or not row["flops_per_key"] else f"{row['flops_per_key']:,}/key"
     weights = " ".join(f"{name}{shape}" for name, shape in row["weights"])
     return (
         "  " + row["op"],
         f"{shape_text(row['inputs'])} -> {shape_text(row['outputs'])}",
-        f"{row['flops']:,}" if sized or not row["flops_per_key"] else f"{row['flops_per_key']:,}/key",
+        " + ".join(part for part in (f"{row['flops']:,}" if row["flops"] or not per_key else "", per_key) if part),
         f"{row['weight_bytes']:,}",
         f"{row['activation_bytes']:,}",
         f"{weights} {attributes}".strip(),

@@ -199,6 +199,8 @@ def build_engine(
     )
     bundle = EngineBundle(engine, loaded, length, "reference" if loaded.native is None else "native", loaded.precision)
     bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, loaded.weight_bytes)
+    if loaded.native is not None and loaded.native.store.second_bytes:
+        bundle.report["second_layout_bytes"] = loaded.native.store.second_bytes  # of weight_bytes
     bundle.report["kv_pool_touched_bytes"] = executor.touched_bytes()
     bundle.report |= _plan_report(bundle.plan, executor, kv_dtype)
     loading = [] if loaded.report is None else loaded.report.lines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 5  # PLAIT_ABI_VERSION
+ABI_VERSION = 6  # PLAIT_ABI_VERSION
 
 # PLAIT_LAYOUT_...: how a packed matrix is kept; the same numbers name the storage of a source to pack.
 LAYOUTS = {
@@ -54,6 +54,7 @@ OP_KINDS = {
             "host",
             "route",
             "experts",
+            "attend_latent",
         )
     )
 }
@@ -61,6 +62,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 
 ROUTER_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 ROUTE_TWO_BEST, ROUTE_MASKED_ZERO = 1, 2
 MAX_EXPERTS = 1024  # kMaxExperts
+LATENT_FORMS = {"auto": 0, "expanded": 1, "absorbed": 2}
 KV_TYPES = {"fp32": 0, "bf16": 1, "fp16": 2}
 ROWS_TOKENS, ROWS_LOGITS = 0, 1
 KIND_F32, KIND_I32, KIND_Q8 = 0, 1, 2

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from plait.errors import UsageError
 from plait.ops import functional as ops
-from plait.ops.spec import AttendSpec
+from plait.ops.spec import AttendSpec, LatentSpec
 from plait.ops.step import StepInputs
 
 
@@ -38,6 +38,15 @@ class MemoryStep:
 
     def attend_tensors(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
         """The reference of `attend` on tensors; each memory has its own."""
+        raise TypeError(f"{type(self).__name__} holds no tensors")
+
+    def attend_latent(self, layer: int, q: Any, latent: Any, k_rope: Any, weight: Any, spec: LatentSpec) -> Any:
+        """q [..., H, nope + rope], latent [..., r], k_rope [..., 1, rope] of a layer, weight [H (nope + v), r] -> [...,
+        H, v]. The step's rows [latent ; k_rope] are written first."""
+        return ops.attend_latent(q, latent, k_rope, weight, layer=layer, spec=spec, memory=self)
+
+    def attend_latent_tensors(self, layer: int, q: Any, latent: Any, k_rope: Any, weight: Any, spec: LatentSpec) -> Any:
+        """The reference of `attend_latent` on tensors; each memory has its own."""
         raise TypeError(f"{type(self).__name__} holds no tensors")
 
 

@@ -10,12 +10,15 @@ from torch import Tensor
 from plait.errors import UsageError
 from plait.memory.attention import masked_attention
 from plait.memory.base import MemoryStep, refuse_inputs
-from plait.ops.spec import AttendSpec, LayerCache
+from plait.memory.latent import latent_attention, latent_rows
+from plait.ops.latent import expands
+from plait.ops.spec import AttendSpec, LatentSpec, LayerCache
 from plait.ops.step import StepInputs
 
 
 class DenseMemory:
-    """Keys and values [B, Hk, capacity, d] per layer, doubled when full.
+    """Keys and values [B, Hk, capacity, d] per layer, doubled when full; of a latent layer its rows, as keys of one
+    head, and values of no width.
 
     All rows advance together; a row that is shorter is padded on the left (`token_mask` False), and its positions
     count from its first real token.
@@ -110,3 +113,12 @@ class DenseStep(MemoryStep):
         m._values[layer][:, :, start:end] = v.transpose(1, 2)
         keys, values = m._keys[layer][:, :, :end], m._values[layer][:, :, :end]
         return masked_attention(q.transpose(1, 2), keys, values, spec, self._mask(spec.window)).transpose(1, 2)
+
+    def attend_latent_tensors(
+        self, layer: int, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec
+    ) -> Tensor:
+        m, start, end = self._memory, self._start, self._end
+        cached = m._keys[layer][:, 0]
+        cached[:, start:end] = latent_rows(latent, k_rope)
+        form = expands(end - start, end, spec)
+        return latent_attention(q.transpose(1, 2), cached[:, :end], weight, spec, form, self._mask(0)).transpose(1, 2)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from plait.memory.attention import masked_attention
 from plait.memory.base import MemoryStep, refuse_inputs
-from plait.ops.spec import AttendSpec
+from plait.memory.latent import latent_attention, latent_rows
+from plait.ops.latent import expands
+from plait.ops.spec import AttendSpec, LatentSpec
 from plait.ops.step import StepInputs
 
 
@@ -107,6 +109,25 @@ class NoMemoryStep(MemoryStep):
             k.transpose(1, 2),
             v.transpose(1, 2),
             spec,
+            mask,
+            causal=mask is None,
+            dropout=self._dropout,
+        ).transpose(1, 2)
+        return out[0] if self._flat else out
+
+    def attend_latent_tensors(
+        self, layer: int, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec
+    ) -> Tensor:
+        rows = latent_rows(latent, k_rope)
+        if self._flat:
+            q, rows = q.unsqueeze(0), rows.unsqueeze(0)
+        mask, length = self._mask(0), q.shape[1]
+        out = latent_attention(
+            q.transpose(1, 2),
+            rows,
+            weight,
+            spec,
+            expands(length, length, spec),
             mask,
             causal=mask is None,
             dropout=self._dropout,

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.errors import UsageError
 from plait.memory.base import refuse_inputs
 from plait.memory.layout import CacheGroup, CacheLayout
-from plait.memory.paged_step import PagedStep
+from plait.memory.paged_step import PagedStep, slot_views
 from plait.memory.pages import reserve, resident_bytes
 from plait.ops.step import StepInputs
 
@@ -50,12 +50,7 @@ class PagedMemory:
                 self.views[layer] = (g, *self._layer_views(group, slot))
 
     def _layer_views(self, group: CacheGroup, slot: int) -> tuple[Tensor, Tensor]:
-        """Keys [blocks, tokens, Hk * dk] and values [blocks, tokens, Hk * dv] of one layer slot."""
-        cache, tokens = group.cache, group.block_tokens
-        numbers = self._pool[slot].view(self.dtype)
-        k, v = (tokens * cache.num_kv_heads * w for w in (cache.key_width, cache.value_width))
-        keys = numbers[:, :k].unflatten(1, (tokens, -1))
-        return keys, numbers[:, k : k + v].unflatten(1, (tokens, -1))
+        return slot_views(self._pool[slot].view(self.dtype), group)
 
     def begin(self, ids: Tensor, inputs: StepInputs | None) -> PagedStep:
         if inputs is None or inputs.sequences is None or inputs.sequences.block_table is None or ids.ndim != 1:

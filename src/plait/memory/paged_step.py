@@ -12,8 +12,10 @@ from torch import Tensor
 
 from plait.memory.attention import masked_attention, visible
 from plait.memory.base import MemoryStep
+from plait.memory.latent import latent_attention, latent_rows
 from plait.memory.layout import CacheGroup, CacheLayout
-from plait.ops.spec import AttendSpec
+from plait.ops.latent import expands
+from plait.ops.spec import AttendSpec, LatentSpec
 from plait.ops.step import Sequences
 
 # Sequences that decode together are padded to the longest of them; one that is this much longer starts another batch.
@@ -41,12 +43,14 @@ class Prefill:
 class Decode:
     """Sequences with one query each, padded to equal width.
 
-    rows: their flat rows [S]. blocks: [S * B]. low, high: the keys that are read, when S is 1. mask: bool [S, 1, 1, C],
-    None when S is 1. stale: (sequence, key) indices of rows beyond a sequence's end.
+    rows: their flat rows [S]. contexts: how many keys each has [S]. blocks: [S * B]. low, high: the keys that are read,
+    when S is 1. mask: bool [S, 1, 1, C], None when S is 1. stale: (sequence, key) indices of rows beyond a sequence's
+    end.
     """
 
     rows: Tensor
     count: int
+    contexts: NDArray
     blocks: Tensor
     low: int
     high: int
@@ -66,7 +70,8 @@ class GroupStep:
 class PagedStep(MemoryStep):
     """Writes the step's keys and values, then attends through the tables. Windowed groups read only visible blocks.
 
-    views: layer -> (group, keys [blocks, tokens, Hk * dk], values [blocks, tokens, Hk * dv]).
+    views: layer -> (group, keys [blocks, tokens, Hk * dk], values [blocks, tokens, Hk * dv]), as `slot_views` gives
+    them.
     """
 
     def __init__(
@@ -129,13 +134,13 @@ class PagedStep(MemoryStep):
         blocks = np.where(inside, np.take_along_axis(table[which], np.minimum(columns, table.shape[1] - 1), 1), 0)
         rows, flat = self._tensor(s.query_start[which].astype(np.int64)), self._tensor(blocks.ravel())
         if len(which) == 1:
-            return Decode(rows, 1, flat, int(oldest[0] - base[0]), int(context[0] - base[0]), None, None)
+            return Decode(rows, 1, context, flat, int(oldest[0] - base[0]), int(context[0] - base[0]), None, None)
         keys = base[:, None] + np.arange(width * tokens)
         seen = (keys >= oldest[:, None]) & (keys < context[:, None])
         stale = np.nonzero((keys >= context[:, None]) & (keys < end[:, None] * tokens))
         mask = self._tensor(seen)[:, None, None, :]
         pair = (self._tensor(stale[0]), self._tensor(stale[1])) if len(stale[0]) else None
-        return Decode(rows, len(which), flat, 0, width * tokens, mask, pair)
+        return Decode(rows, len(which), context, flat, 0, width * tokens, mask, pair)
 
     def attend_tensors(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
         g, keys, values = self._views[layer]
@@ -159,6 +164,36 @@ class PagedStep(MemoryStep):
             out[d.rows] = _attend_decode(q[d.rows], keys, values, d, spec)
         return out
 
+    def attend_latent_tensors(
+        self, layer: int, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec
+    ) -> Tensor:
+        g, cached, _ = self._views[layer]
+        group, new = self._groups[g], latent_rows(latent, k_rope)
+        cached.index_put_(group.write, new.to(cached.dtype))
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.value_width)
+        for p in group.prefills:
+            part = slice(p.start, p.stop)
+            rows = new[part].to(cached.dtype) if p.fresh else _read(cached, p)
+            queries, form = q[part].transpose(0, 1).unsqueeze(0), expands(p.stop - p.start, p.high - p.low, spec)
+            heads = latent_attention(
+                queries, rows.to(q.dtype).unsqueeze(0), weight, spec, form, p.mask, causal=p.mask is None
+            )
+            out[part] = heads[0].transpose(0, 1)
+        for d in group.decodes:
+            out[d.rows] = _attend_latent_decode(q[d.rows], cached, weight, d, spec)
+        return out
+
+
+def slot_views(numbers: Tensor, group: CacheGroup) -> tuple[Tensor, Tensor]:
+    """Keys [blocks, tokens, Hk * dk] and values [blocks, tokens, Hk * dv] of one layer slot [blocks, numbers]; of a
+    latent layer its rows, and values of no width."""
+    tokens, (k, v) = (
+        group.block_tokens,
+        (group.cache.num_kv_heads * width for width in (group.cache.key_width, group.cache.value_width)),
+    )
+    keys = numbers[:, : tokens * k].unflatten(1, (tokens, k))
+    return keys, numbers[:, tokens * k : tokens * (k + v)].unflatten(1, (tokens, v))
+
 
 def _alike(which: NDArray, blocks: NDArray) -> Iterator[NDArray]:
     """The sequences cut into batches whose numbers of blocks are alike; one batch keeps their order."""
@@ -179,11 +214,13 @@ def _alike(which: NDArray, blocks: NDArray) -> Iterator[NDArray]:
 
 def _gather(keys: Tensor, values: Tensor, p: Prefill, spec: AttendSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values that a prefill reads: [L, Hk, dk], [L, Hk, dv]."""
-    k, v = (
-        t.index_select(0, p.blocks).flatten(0, 1)[p.low : p.high].unflatten(1, (spec.num_kv_heads, -1))
-        for t in (keys, values)
-    )
+    k, v = (_read(t, p).unflatten(1, (spec.num_kv_heads, -1)) for t in (keys, values))
     return k.to(dtype), v.to(dtype)
+
+
+def _read(cached: Tensor, p: Prefill) -> Tensor:
+    """The rows that a prefill reads: [L, width]."""
+    return cached.index_select(0, p.blocks).flatten(0, 1)[p.low : p.high]
 
 
 def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, d: Decode, spec: AttendSpec) -> Tensor:
@@ -201,3 +238,19 @@ def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, d: Decode, spec: Att
     k, v = k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2)
     grouped = q.view(d.count, spec.num_kv_heads, -1, spec.key_width)
     return masked_attention(grouped, k, v, spec, d.mask).reshape(d.count, spec.num_heads, spec.value_width)
+
+
+def _attend_latent_decode(q: Tensor, cached: Tensor, weight: Tensor, d: Decode, spec: LatentSpec) -> Tensor:
+    """One query per sequence, q [S, H, nope + rope] -> [S, H, v]; each sequence in the form that is cheaper for it."""
+    rows = cached.index_select(0, d.blocks).view(d.count, -1, spec.row_width)[:, d.low : d.high]
+    if d.stale is not None:
+        rows[d.stale] = 0
+    rows, queries = rows.to(q.dtype), q.unsqueeze(2)
+    forms = np.array([expands(1, context, spec) for context in d.contexts.tolist()])
+    if d.mask is None or forms.all() or not forms.any():
+        return latent_attention(queries, rows, weight, spec, bool(forms[0]), d.mask).squeeze(2)
+    out = q.new_empty(d.count, spec.num_heads, spec.value_width)
+    for form in (False, True):
+        which = torch.from_numpy(np.flatnonzero(forms == form)).to(q.device)
+        out[which] = latent_attention(queries[which], rows[which], weight, spec, form, d.mask[which]).squeeze(2)
+    return out

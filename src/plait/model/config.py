@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, Literal
 
 from plait.errors import ConfigError
-from plait.ops.spec import AttendSpec, LayerCache, Pairing, RotaryFp32, RouterSpec
+from plait.model.latent_sizes import check_latent, latent_params
+from plait.ops.spec import AttendSpec, LatentForm, LatentSpec, LayerCache, Pairing, RotaryFp32, RouterSpec
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,46 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Latent attention of one layer: keys and values of all heads are made of one latent and one rotary key per token.
+
+    query_rank: width of the low-rank pair that queries come through, None for a single projection; its norm and the
+    latent's are `inner_norm`. bias: on what projects into the latents and on o, never on what projects out of them. The
+    last rope_width features of a head's query and key rotate. form: see `LatentSpec`.
+    """
+
+    num_heads: int
+    latent_width: int
+    nope_width: int
+    rope_width: int
+    value_width: int
+    scale: float
+    rotary: RotaryUse
+    query_rank: int | None = None
+    bias: bool = False
+    inner_norm: NormSpec = NormSpec(eps=1e-6)
+    form: LatentForm = "auto"
+
+    @property
+    def key_width(self) -> int:
+        return self.nope_width + self.rope_width
+
+    @property
+    def window(self) -> int:
+        """There are no windows over latents."""
+        return 0
+
+    @property
+    def attend(self) -> LatentSpec:
+        widths = (self.latent_width, self.nope_width, self.rope_width, self.value_width)
+        return LatentSpec(self.num_heads, *widths, self.scale, self.form)
+
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache(1, self.attend.row_width, 0)
+
+
+@dataclass(frozen=True)
 class FeedForwardSpec:
     """Feed-forward of one layer: gated (act(gate x) * up x, then down) or plain (act(up x), then down)."""
 
@@ -142,7 +183,7 @@ class LayerSpec:
     (attention + ff); only matters below fp32. branch_scale multiplies what each branch adds.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     feed_forward: FeedForwardSpec | MixtureSpec
     pre_attention_norm: NormSpec | None
     pre_feed_forward_norm: NormSpec | None
@@ -181,7 +222,8 @@ class ModelConfig:
     raw: the config.json dictionary that it came from; it is what `save_pretrained` writes back.
     embedding_scale is rounded to the weights' dtype before use when round_embedding_scale is set (Gemma).
     position_rows: rows of a table of learned positions (0: there is none); position p reads row p + position_offset.
-    logit_scale multiplies the hidden states that the head reads.
+    logit_scale multiplies the hidden states that the head reads. next_token_layers: how many layers after the last a
+    checkpoint may hold that predict further tokens; they are no part of this model.
     """
 
     model_type: str
@@ -203,6 +245,7 @@ class ModelConfig:
     embedding_dropout: float = 0.0
     hidden_dropout: float = 0.0
     fp16_overflows: bool = False
+    next_token_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -226,11 +269,10 @@ class ModelConfig:
         counts["norms"] += _norm_params(self.final_norm, d)
         idle = 0
         for layer in self.layers:
-            a, f = layer.attention, layer.feed_forward
-            q, k, v = a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width
-            o = a.num_heads * a.value_width
-            counts["attention"] += d * (q + k + v + o)
-            counts["attention"] += a.q_bias * q + a.k_bias * k + a.v_bias * v + a.o_bias * d
+            f = layer.feed_forward
+            attention, inner_norms = _attention_params(layer.attention, d)
+            counts["attention"] += attention
+            counts["norms"] += inner_norms
             counts["ffn_total"] += _feed_forward_params(f, d)
             if isinstance(f, MixtureSpec):
                 idle += (f.router.num_experts - f.router.top_k) * _expert_params(f, d)
@@ -241,8 +283,6 @@ class ModelConfig:
                 layer.post_feed_forward_norm,
             ):
                 counts["norms"] += _norm_params(norm, d)
-            q_norm, k_norm = a.head_norm_shapes
-            counts["norms"] += _norm_params(a.head_norm, prod(q_norm)) + _norm_params(a.head_norm, prod(k_norm))
         total = sum(counts.values())
         return {"total": total, "active": total - idle, **counts}
 
@@ -256,6 +296,16 @@ _FLOAT32 = (".mlp.gate.weight", ".mlp.gate.bias", ".mlp.gate.e_score_correction_
 def keeps_float32(name: str) -> bool:
     """Whether a parameter of this name is float32 in every model: a router's weight and biases."""
     return name.endswith(_FLOAT32)
+
+
+def _attention_params(a: AttentionSpec | LatentAttentionSpec, hidden_size: int) -> tuple[int, int]:
+    """Of projections with their biases, and of the norms inside."""
+    if isinstance(a, LatentAttentionSpec):
+        return latent_params(a, hidden_size)
+    q, k, v = a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width
+    o = a.num_heads * a.value_width
+    count = hidden_size * (q + k + v + o) + a.q_bias * q + a.k_bias * k + a.v_bias * v + a.o_bias * hidden_size
+    return count, sum(_norm_params(a.head_norm, prod(shape)) for shape in a.head_norm_shapes)
 
 
 def _expert_params(f: FeedForwardSpec | MixtureSpec, hidden_size: int) -> int:
@@ -295,26 +345,32 @@ def check(config: ModelConfig) -> ModelConfig:
         raise ConfigError(f"{experts} experts in all layers together; at most {MAX_EXPERTS} are allowed")
     for index, layer in enumerate(config.layers):
         a, f = layer.attention, layer.feed_forward
-        if min(a.num_heads, a.num_kv_heads, a.key_width, a.value_width, f.width) < 1:
-            raise ConfigError(
-                f"layer {index}: num_attention_heads={a.num_heads}, num_key_value_heads={a.num_kv_heads},"
-                f" head_dim={a.key_width} and intermediate_size={f.width} must all be at least 1"
-            )
+        if isinstance(a, LatentAttentionSpec):
+            check_latent(index, a, f.width)
+        else:
+            _check_attention(index, a, f.width)
         if isinstance(f, MixtureSpec):
             _check_mixture(index, f)
-        if a.num_heads % a.num_kv_heads:
-            raise ConfigError(
-                f"layer {index}: num_attention_heads={a.num_heads} is no multiple of"
-                f" num_key_value_heads={a.num_kv_heads}"
-            )
-        if a.window < 0:
-            raise ConfigError(f"layer {index}: sliding_window={a.window} must not be negative")
-        if a.rotary and (a.rotary.width % 2 or not 0 < a.rotary.width <= a.key_width):
-            raise ConfigError(
-                f"layer {index}: {a.rotary.width} of head_dim={a.key_width} features rotate; rotary embeddings"
-                " need an even number of at least 2 and at most head_dim"
-            )
     return config
+
+
+def _check_attention(index: int, a: AttentionSpec, ffn_width: int) -> None:
+    if min(a.num_heads, a.num_kv_heads, a.key_width, a.value_width, ffn_width) < 1:
+        raise ConfigError(
+            f"layer {index}: num_attention_heads={a.num_heads}, num_key_value_heads={a.num_kv_heads},"
+            f" head_dim={a.key_width} and intermediate_size={ffn_width} must all be at least 1"
+        )
+    if a.num_heads % a.num_kv_heads:
+        raise ConfigError(
+            f"layer {index}: num_attention_heads={a.num_heads} is no multiple of num_key_value_heads={a.num_kv_heads}"
+        )
+    if a.window < 0:
+        raise ConfigError(f"layer {index}: sliding_window={a.window} must not be negative")
+    if a.rotary and (a.rotary.width % 2 or not 0 < a.rotary.width <= a.key_width):
+        raise ConfigError(
+            f"layer {index}: {a.rotary.width} of head_dim={a.key_width} features rotate; rotary embeddings"
+            " need an even number of at least 2 and at most head_dim"
+        )
 
 
 def _check_mixture(index: int, mixture: MixtureSpec) -> None:

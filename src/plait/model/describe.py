@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from plait.model.config import (
     AttentionSpec,
     FeedForwardSpec,
+    LatentAttentionSpec,
     LayerSpec,
     MixtureSpec,
     ModelConfig,
@@ -79,8 +80,10 @@ def layer(spec: LayerSpec) -> list[str]:
     return [attention(spec.attention), feed_forward(spec.feed_forward), branches + "norms " + ", ".join(norms)]
 
 
-def attention(spec: AttentionSpec) -> str:
+def attention(spec: AttentionSpec | LatentAttentionSpec) -> str:
     """Heads, widths, window, rotary and what else is switched on."""
+    if isinstance(spec, LatentAttentionSpec):
+        return latent_attention(spec)
     width = str(spec.key_width) if spec.key_width == spec.value_width else f"{spec.key_width}/{spec.value_width}"
     parts = [
         f"attention: {spec.num_heads} heads over {spec.num_kv_heads} key/value heads of width {width}",
@@ -103,6 +106,23 @@ def attention(spec: AttentionSpec) -> str:
         parts.append(f"q, k, v clipped to {spec.clip:g}")
     if spec.soft_cap:
         parts.append(f"soft-cap {spec.soft_cap:g}")
+    return "; ".join(parts)
+
+
+def latent_attention(spec: LatentAttentionSpec) -> str:
+    """The latent, the widths of what is made of it, and how queries come."""
+    parts = [
+        f"latent attention: {spec.num_heads} heads over a latent of {spec.latent_width} and a rotary key of"
+        f" {spec.rope_width}, keys {spec.nope_width} + {spec.rope_width}, values {spec.value_width}",
+        "queries straight" if spec.query_rank is None else f"queries through a rank of {spec.query_rank:,}",
+        f"scale {spec.scale:.6g}",
+        f"rotary table {spec.rotary.table} ({spec.rotary.pairing})",
+        f"inner norms {norm(spec.inner_norm)}",
+    ]
+    if spec.bias:
+        parts.append("biases on " + ("q_a, kv_a, o" if spec.query_rank is not None else "kv_a, o"))
+    if spec.form != "auto":
+        parts.append(f"always {spec.form}")
     return "; ".join(parts)
 
 

@@ -112,6 +112,35 @@ def _gemma3(sizes: tuple[int, int, int, int, int], window: int, **keys: Any) -> 
     return _config("gemma3_text", sizes, **(common | keys))
 
 
+def _deepseek(
+    model_type: str, sizes: tuple[int, int, int, int], factor: float, mscale: float, **keys: Any
+) -> dict[str, Any]:
+    """sizes: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads."""
+    scaling = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32 if factor == 40.0 else 1,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+    common = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163_840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_scaling": scaling,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    }
+    return _config(model_type, (*sizes, sizes[3]), **(common | keys))
+
+
 def _pythia(hidden: int, layers: int, heads: int, vocab_size: int = 50_304) -> dict[str, Any]:
     return {
         "model_type": "gpt_neox",
@@ -180,17 +209,72 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
     "Gemma-3-4B": _gemma3((2560, 10_240, 34, 8, 4), 1024),
     "Gemma-3-12B": _gemma3((3840, 15_360, 48, 16, 8), 1024),
     "Gemma-3-27B": _gemma3((5376, 21_504, 62, 32, 16), 1024, head_dim=128, query_pre_attn_scalar=168),
+    "DeepSeek-V2-Lite": _deepseek(
+        "deepseek_v2",
+        (2048, 10_944, 27, 16),
+        40.0,
+        0.707,
+        q_lora_rank=None,
+        vocab_size=102_400,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        topk_method="greedy",
+    ),
+    "DeepSeek-V2": _deepseek(
+        "deepseek_v2",
+        (5120, 12_288, 60, 128),
+        40.0,
+        0.707,
+        vocab_size=102_400,
+        n_routed_experts=160,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1536,
+        topk_method="group_limited_greedy",
+        n_group=8,
+        topk_group=3,
+        routed_scaling_factor=16.0,
+    ),
+    "DeepSeek-V3": _deepseek(
+        "deepseek_v3",
+        (7168, 18_432, 61, 128),
+        40.0,
+        1.0,
+        vocab_size=129_280,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    ),
+    "Kimi-K2": _deepseek(
+        "kimi_k2",
+        (7168, 18_432, 61, 64),
+        32.0,
+        1.0,
+        vocab_size=163_840,
+        max_position_embeddings=131_072,
+        rope_theta=50_000.0,
+        n_routed_experts=384,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.827,
+    ),
     "Pythia-160M": _pythia(768, 12, 12),
     "Pythia-410M": _pythia(1024, 24, 16),
     "Pythia-1.4B": _pythia(2048, 24, 16),
     "Pythia-6.9B": _pythia(4096, 32, 32, vocab_size=50_432),
 }
-
-
-def _latent(name: str, layers: int, heads: int, billions: float) -> CacheFacts:
-    """DeepSeek's latent attention: rank 512 and a rotary key of 64, heads of 128 + 64 for keys and 128 for values."""
-    caches = (LayerCache(1, 512 + 64, 0),) * layers
-    return CacheFacts(name, caches, layers * heads * (128 + 64 + 128), round(billions * 1e9))
 
 
 def _gpt_oss(name: str, layers: int, billions: float) -> CacheFacts:
@@ -202,7 +286,4 @@ def _gpt_oss(name: str, layers: int, billions: float) -> CacheFacts:
 _FACTS = (
     _gpt_oss("gpt-oss-20b", 24, 20.9),
     _gpt_oss("gpt-oss-120b", 36, 116.8),
-    _latent("DeepSeek-V2-Lite", 27, 16, 15.7),
-    _latent("DeepSeek-V3", 61, 128, 671.0),
-    _latent("Kimi-K2", 61, 64, 1026.0),
 )

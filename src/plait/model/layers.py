@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from plait.memory.base import MemoryStep
-from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, MixtureSpec, NormSpec
+from plait.model.config import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MixtureSpec,
+    NormSpec,
+)
 from plait.ops import functional as ops
 
 
@@ -80,6 +87,39 @@ class Attention(nn.Module):
         if each_head and s.head_norm_after_rotary:
             q, k = self.q_norm(q), self.k_norm(k)
         heads = memory.attend(layer, q, k, v, self.attend)
+        return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
+
+
+class LatentAttention(nn.Module):
+    """Attention over one latent and one rotary key per token, shared by all heads; modules as in DeepSeek's files."""
+
+    def __init__(self, spec: LatentAttentionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attend = spec.attend
+        queries, made = spec.num_heads * spec.key_width, spec.num_heads * (spec.nope_width + spec.value_width)
+        if spec.query_rank is None:
+            self.q_proj = Linear(hidden_size, queries, bias=False)
+        else:
+            self.q_a_proj = Linear(hidden_size, spec.query_rank, bias=spec.bias)
+            self.q_a_layernorm = Norm(spec.inner_norm, spec.query_rank)
+            self.q_b_proj = Linear(spec.query_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, self.attend.row_width, bias=spec.bias)
+        self.kv_a_layernorm = Norm(spec.inner_norm, spec.latent_width)
+        self.kv_b_proj = Linear(spec.latent_width, made, bias=False)
+        self.o_proj = Linear(spec.num_heads * spec.value_width, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
+        """x [..., D]; angles: per rotary table [..., 2, d/2]."""
+        s = self.spec
+        q = self.q_proj(x) if s.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = ops.view(q, tail=(s.num_heads, s.key_width))
+        latent, k_rope = ops.split(self.kv_a_proj_with_mqa(x), sizes=(s.latent_width, s.rope_width))
+        latent, k_rope = self.kv_a_layernorm(latent), ops.view(k_rope, tail=(1, s.rope_width))
+        turn = angles[s.rotary.table]
+        how = {"width": s.rotary.width, "pairing": s.rotary.pairing, "fp32": s.rotary.fp32}
+        q, k_rope = ops.rotate(q, turn, start=s.nope_width, **how), ops.rotate(k_rope, turn, **how)
+        heads = memory.attend_latent(layer, q, latent, k_rope, self.kv_b_proj.weight, self.attend)
         return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
 
 
@@ -180,7 +220,11 @@ class Layer(nn.Module):
         super().__init__()
         self.spec = spec
         self.dropout = dropout
-        self.self_attn = Attention(spec.attention, hidden_size)
+        self.self_attn: Attention | LatentAttention
+        if isinstance(spec.attention, LatentAttentionSpec):
+            self.self_attn = LatentAttention(spec.attention, hidden_size)
+        else:
+            self.self_attn = Attention(spec.attention, hidden_size)
         ff = spec.feed_forward
         self.mlp = Mixture(ff, hidden_size) if isinstance(ff, MixtureSpec) else FeedForward(ff, hidden_size)
         self.input_layernorm = _norm(spec.pre_attention_norm, hidden_size)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.model.config import ModelConfig
+from plait.model.config import AttentionSpec, ModelConfig
 
 Rows = Sequence[NDArray[np.int64]]
 RowsOf = Callable[[ModelConfig, int], Rows]
@@ -58,7 +58,7 @@ class NameMap:
     """Rules of a file format and family; a name that no rule mentions keeps its name.
 
     skip: regular expressions of tensors that are recomputed or belong to another part of the checkpoint; `{n}` stands
-    for the number of layers, the index of a layer after the last.
+    for the indices of the layers after the last that predict further tokens (`ModelConfig.next_token_layers`).
     prefixes: (file's, ours) replaced at the start of a name before anything else (multimodal directories); not used
     on export. transposed: regular expressions of the file's matrices that are stored as [in, out] and not [out, in];
     rules see them turned.
@@ -86,6 +86,7 @@ def in_turn(*sizes: int) -> Rows:
 def q_k_v_rows(config: ModelConfig, layer: int) -> Rows:
     """Rows of q, k and v in a matrix that holds them one after the other."""
     a = config.layers[layer].attention
+    assert isinstance(a, AttentionSpec)
     return in_turn(a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width)
 
 

@@ -67,6 +67,12 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
+def yarn_factor(spec: RotarySpec) -> float:
+    """s: `factor`, else how many original contexts the maximum is."""
+    factor = spec.scaling.get("factor")
+    return spec.max_positions / spec.scaling["original_max_position_embeddings"] if factor is None else factor
+
+
 def yarn_range(spec: RotarySpec) -> tuple[float, float]:
     """First and last pair index of the ramp between kept and interpolated frequencies."""
     scaling, d, theta = spec.scaling, spec.width, spec.theta
@@ -114,9 +120,7 @@ def _llama3(spec: RotarySpec) -> tuple[Numbers, float]:
 
 def _yarn(spec: RotarySpec) -> tuple[Numbers, float]:
     scaling = spec.scaling
-    factor = scaling.get("factor")
-    if factor is None:
-        factor = spec.max_positions / scaling["original_max_position_embeddings"]
+    factor = yarn_factor(spec)
     low, high = yarn_range(spec)
     if low == high:
         high += 0.001

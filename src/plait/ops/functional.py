@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from plait.ops import reference
-from plait.ops.spec import AttendSpec, RouterSpec
+from plait.ops.spec import AttendSpec, LatentSpec, RouterSpec
 from plait.ops.symbolic import Symbol
 
 
@@ -64,6 +64,14 @@ def attend(q: Any, k: Any, v: Any, *, layer: int, spec: AttendSpec, memory: Any)
     if isinstance(q, Symbol):
         return q.recorder.emit("attend", (q, k, v), layer=layer, spec=spec.to_json())
     return reference.attend(q, k, v, layer=layer, spec=spec, memory=memory)
+
+
+def attend_latent(q: Any, latent: Any, k_rope: Any, weight: Any, *, layer: int, spec: LatentSpec, memory: Any) -> Any:
+    """Write latent [..., r] and k_rope [..., 1, rope] of a layer into the memory, attend with q [..., H, nope + rope],
+    whose last features are rotated: -> [..., H, v]. weight: [H (nope + v), r]."""
+    if isinstance(q, Symbol):
+        return q.recorder.emit("attend_latent", (q, latent, k_rope), (weight,), layer=layer, spec=spec.to_json())
+    return reference.attend_latent(q, latent, k_rope, weight, layer=layer, spec=spec, memory=memory)
 
 
 def route(x: Any, weight: Any, bias: Any = None, selection_bias: Any = None, *, spec: RouterSpec) -> Any:

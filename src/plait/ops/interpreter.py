@@ -11,10 +11,14 @@ from plait.errors import WeightError
 from plait.ops.recording import Op, Recording
 from plait.ops.reference import REFERENCE
 from plait.ops.signatures import OPERATIONS
-from plait.ops.spec import AttendSpec, RouterSpec
+from plait.ops.spec import AttendSpec, LatentSpec, RouterSpec
 
 # Operations whose `spec` is an object for the reference and a dictionary in a recording.
-_SPECS: dict[str, Callable[..., Any]] = {"attend": AttendSpec, "route": RouterSpec}
+_SPECS: dict[str, Callable[..., Any]] = {
+    "attend": AttendSpec,
+    "attend_latent": LatentSpec,
+    "route": RouterSpec,
+}
 
 Observer = Callable[[Op, tuple[Any, ...], tuple[Any, ...]], None]
 

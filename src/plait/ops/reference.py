@@ -96,16 +96,18 @@ def head_norm(
     return rms_norm(x, weight, eps=eps, unit_offset=unit_offset, fp32_weight=fp32_weight)
 
 
-def rotate(x: Tensor, angles: Tensor, *, width: int, pairing: str = "halves", fp32: str = "nothing") -> Tensor:
-    """Rotate pairs of the first `width` features of x [..., H, d] by angles [..., 2, width/2] (Su et al. 2021).
+def rotate(
+    x: Tensor, angles: Tensor, *, width: int, pairing: str = "halves", fp32: str = "nothing", start: int = 0
+) -> Tensor:
+    """Rotate pairs of `width` features of x [..., H, d], from `start` on, by angles [..., 2, width/2] (Su et al. 2021).
 
-    pairing: feature i with i + width/2 ("halves"), or 2i with 2i + 1 ("adjacent"). The rest is copied. fp32: see
-    plait.ops.spec.RotaryFp32.
+    pairing: feature i with i + width/2 ("halves"), or 2i with 2i + 1 ("adjacent"), counted from `start`. The rest is
+    copied. fp32: see plait.ops.spec.RotaryFp32.
     """
     if fp32 != "tables":
         angles = angles.to(x.dtype)
     cos, sin = angles[..., None, 0, :], angles[..., None, 1, :]
-    turning = x if width == x.shape[-1] else x[..., :width]
+    turning = x if width == x.shape[-1] else x[..., start : start + width]
     if fp32 != "nothing":
         turning = turning.float()
     if pairing == "halves":
@@ -115,13 +117,23 @@ def rotate(x: Tensor, angles: Tensor, *, width: int, pairing: str = "halves", fp
         a, b = turning[..., 0::2], turning[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     turned = turned.to(x.dtype)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+    if width == x.shape[-1]:
+        return turned
+    return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, layer: int, spec: Any, memory: Any) -> Tensor:
     """Keys and values of a layer go into the memory, the queries attend to what it holds: [..., H, dk] -> [..., H,
     dv]."""
     return memory.attend_tensors(layer, q, k, v, spec)
+
+
+def attend_latent(
+    q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, *, layer: int, spec: Any, memory: Any
+) -> Tensor:
+    """A layer's latent and rotary key go into the memory, the queries attend to what it holds: q [..., H, nope + rope],
+    latent [..., r], k_rope [..., 1, rope], weight [H (nope + v), r] -> [..., H, v]. Both forms of `LatentSpec`."""
+    return memory.attend_latent_tensors(layer, q, latent, k_rope, weight, spec)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -297,6 +309,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
         head_norm,
         rotate,
         attend,
+        attend_latent,
         gate,
         activate,
         route,

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from plait.ops.latent import expands, flops_per_key
 from plait.ops.recording import Op, Recording, Shape, Value, WeightRef
 from plait.ops.signatures import OPERATIONS
+from plait.ops.spec import LatentSpec
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _FIXED_BYTES = {"f32": 4, "i64": 8, "i32": 4}
@@ -100,12 +102,12 @@ def _row(recording: Recording, op: Op, layers: list[int], number_bytes: int, siz
     inputs = [recording.values[i] for i in op.inputs]
     outputs = [recording.values[o] for o in op.outputs]
     operation = OPERATIONS[op.name]
-    flops = operation.flops(inputs, op.weights, op.attrs)
-    per_key = flops if operation.memory else 0
-    if operation.memory:
-        flops = 0 if sizes is None else flops * sizes.sequences * visible_keys(sizes.length, op.attrs["spec"]["window"])
-    elif sizes is not None:
+    flops, per_key = operation.flops(inputs, op.weights, op.attrs), 0
+    if sizes is not None:
         flops *= sizes.rows if "R" in outputs[0].shape else sizes.tokens
+    if operation.memory:
+        per_key, keys = _memory_flops(op, sizes)
+        flops += per_key * keys
     moved = sum(_value_bytes(value, number_bytes, sizes) for value in (*inputs, *outputs))
     return {
         "op": op.name,
@@ -119,6 +121,17 @@ def _row(recording: Recording, op: Op, layers: list[int], number_bytes: int, siz
         "weight_bytes": sum(_weight_numbers(ref) * number_bytes for ref in op.weights if ref is not None),
         "activation_bytes": moved,
     }
+
+
+def _memory_flops(op: Op, sizes: Sizes | None) -> tuple[int, int]:
+    """(operations per token and visible key, pairs of both in the whole forward; 0 without sizes). Of latent attention
+    in the form that its sequences take; without sizes, that of decoding."""
+    spec, expanded = op.attrs["spec"], False
+    if op.name == "attend_latent":
+        latent = LatentSpec(**spec)
+        expanded = latent.form == "expanded" if sizes is None else expands(sizes.length, sizes.length, latent)
+    pairs = 0 if sizes is None else sizes.sequences * visible_keys(sizes.length, spec.get("window", 0))
+    return flops_per_key(op.name, spec, expanded), pairs
 
 
 def _blocks(recording: Recording) -> list[tuple[list[int], list[Op]]]:
@@ -171,6 +184,8 @@ def _attributes(op: Op) -> dict[str, Any]:
     if op.name == "attend":
         spec = op.attrs["spec"]
         shown |= {k: spec[k] for k in ("scale", "window", "soft_cap") if spec[k]}
+    if op.name == "attend_latent":
+        shown |= {k: op.attrs["spec"][k] for k in ("nope_width", "rope_width", "scale", "form")}
     if op.name == "route":
         spec = op.attrs["spec"]
         shown |= {k: spec[k] for k in ("scores", "renormalise")} | (

@@ -20,8 +20,8 @@ Flops = Callable[[Sequence[Value], Weights, dict[str, Any]], int]
 
 @dataclass(frozen=True)
 class Operation:
-    """infer: shapes and dtypes of the outputs. flops: floating-point operations per token (for `attend`: per token and
-    visible key). memory: whether it reads and writes the key/value memory."""
+    """infer: shapes and dtypes of the outputs. flops: floating-point operations per token. memory: whether it reads and
+    writes the key/value memory; what that costs per token and visible key is `plait.ops.latent.flops_per_key`."""
 
     doc: str
     infer: Infer
@@ -81,11 +81,6 @@ def _matrix_flops(values: Sequence[Value], weights: Weights, attrs: dict[str, An
     return 2 * out * inner
 
 
-def _attend_flops(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> int:
-    spec = attrs["spec"]
-    return 2 * spec["num_heads"] * (spec["key_width"] + spec["value_width"])
-
-
 def _route(values: Sequence[Value], weights: Weights, attrs: dict[str, Any]) -> tuple[Value, ...]:
     spec, tokens = attrs["spec"], values[0].shape[:-1]
     chosen = (*tokens, spec["top_k"])
@@ -128,12 +123,20 @@ OPERATIONS: dict[str, Operation] = {
     "layer_norm": Operation("(x - mean) / sd * w + b over the last axis, statistics in fp32", _same, _pointwise(6)),
     "head_norm": Operation("a norm of every head of q or k: [N, H, d]", _same, _pointwise(4)),
     "rotate": Operation(
-        "rotate the first `width` features of every head [N, H, d] by the angles", _same, _pointwise(3)
+        "rotate `width` features of every head [N, H, d], from the feature `start` on, by the angles",
+        _same,
+        _pointwise(3),
     ),
     "attend": Operation(
         "write k [N, Hk, dk], v [N, Hk, dv] of a layer, attend with q [N, H, dk] -> [N, H, dv]",
         _attend,
-        _attend_flops,
+        memory=True,
+    ),
+    "attend_latent": Operation(
+        "write [latent [N, r] ; k_rope [N, 1, rope]] of a layer, attend with q [N, H, nope + rope] -> [N, H, v]; weight"
+        " W [H (nope + v), r]: of each head the rows that make its keys of a latent, then those that make its values",
+        _attend,
+        _matrix_flops,
         memory=True,
     ),
     "gate": Operation("act(x) * y; x may be one number per token, [N, 1]", _gate, _gate_flops),
@@ -163,5 +166,5 @@ OPERATIONS: dict[str, Operation] = {
     "logits": Operation("x [R, D] -> x E^T in fp32 [R, V]", _logits, _matrix_flops),
 }
 
-# Names that the set reserves: latent attention comes with its families, collectives with parallelism.
-RESERVED = ("attend_latent", "all_reduce", "all_gather", "all_to_all")
+# Names that the set reserves: collectives come with parallelism.
+RESERVED = ("all_reduce", "all_gather", "all_to_all")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Pairing = Literal["halves", "adjacent"]
+LatentForm = Literal["auto", "expanded", "absorbed"]
 # What of a rotation stays in fp32 where the model's dtype is shorter: nothing; products and sums, of tables rounded to
 # that dtype; or the tables too.
 RotaryFp32 = Literal["nothing", "products", "tables"]
@@ -26,6 +27,46 @@ class AttendSpec:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """One layer's latent attention (DeepSeek-AI 2024, section 2.1): every head reads the same cached rows [c ; k_rope].
+
+    latent_width: r, of the normalised latent c. A head's query and key have nope_width features that do not rotate and
+    then rope_width that do, its value value_width. scale multiplies q . k. form: which of two equal computations is
+    made; "auto" lets plait.ops.latent choose for each sequence of a step.
+    """
+
+    num_heads: int
+    latent_width: int
+    nope_width: int
+    rope_width: int
+    value_width: int
+    scale: float
+    form: LatentForm = "auto"
+
+    @property
+    def key_width(self) -> int:
+        return self.nope_width + self.rope_width
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a token keeps: r + rope_width."""
+        return self.latent_width + self.rope_width
+
+    @property
+    def expanded(self) -> AttendSpec:
+        """Every head over keys and values of its own."""
+        return AttendSpec(self.num_heads, self.num_heads, self.key_width, self.value_width, self.scale)
+
+    @property
+    def absorbed(self) -> AttendSpec:
+        """All heads over one: the cached rows, whose first r features are the values."""
+        return AttendSpec(self.num_heads, 1, self.row_width, self.latent_width, self.scale)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.ops.interpreter import Interpreter
 from plait.ops.recording import Op, Recording
-from plait.ops.spec import AttendSpec
+from plait.ops.spec import AttendSpec, LatentSpec
 
 LARGEST = 5
 
@@ -21,7 +21,8 @@ def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memo
     memory: a step over `ids` of a memory that keeps nothing. Returns {"operations": rows, "logits": fp32 [V] of the
     last
     token}. A row has op, layer, shapes, rms (root mean square) and max (largest magnitude) of its first output; an
-    `attend` also has `attention`: the largest weights of the last token, as (head, key position, weight).
+    `attend` or `attend_latent` also has `attention`: the largest weights of the last token, as (head, key position,
+    weight).
     """
     rows: list[dict[str, Any]] = []
 
@@ -38,6 +39,12 @@ def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memo
         if op.name == "attend":
             q, k, _ = inputs
             row["attention"] = largest_weights(attention_weights(q, k, AttendSpec(**op.attrs["spec"]))[:, -1])
+        if op.name == "attend_latent":
+            (ref,), latent = op.weights, LatentSpec(**op.attrs["spec"])
+            assert ref is not None
+            q, c, k_rope = inputs
+            k = expanded_keys(c, k_rope, weights[ref.name], latent)
+            row["attention"] = largest_weights(attention_weights(q, k, latent.expanded)[:, -1])
         rows.append(row)
 
     last = torch.tensor([len(ids) - 1], device=ids.device)
@@ -64,6 +71,16 @@ def attention_weights(q: Tensor, k: Tensor, spec: AttendSpec) -> Tensor:
     if spec.window:
         visible &= distance < spec.window
     return scores.masked_fill(~visible, float("-inf")).softmax(-1)
+
+
+def expanded_keys(latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+    """Every head's keys [W_uk c ; k_rope] in fp32, [N, H, nope + rope].
+
+    latent: [N, r], k_rope: [N, 1, rope], weight: [H (nope + v), r].
+    """
+    w_uk = weight.float().unflatten(0, (spec.num_heads, -1))[:, : spec.nope_width]
+    k_nope = torch.einsum("nr,hkr->nhk", latent.float(), w_uk)
+    return torch.cat((k_nope, k_rope.float().expand(-1, spec.num_heads, -1)), dim=-1)
 
 
 def largest_weights(weights: Tensor, count: int = LARGEST) -> list[list[float]]:

@@ -22,7 +22,7 @@ from plait.weights.store import PackedWeight, WeightStore, packed_bytes
 
 KIND = "plan"
 # Of what an entry holds beside the weights. To be raised when its meaning changes.
-VERSION = 2
+VERSION = 3
 # Parts of the package that decide what an entry holds: a changed one makes all entries old.
 _CODE = ("model", "model/families", "memory", "ops", "plan", "text", "weights")
 # Files beside the tensors that decide what a model directory means.

@@ -60,7 +60,7 @@ class Host:
             operands = [torch.from_numpy(self._array(operand, arrays)) for operand in call.inputs]
             weights = [None if ref is None else self._weight(ref) for ref in call.op.weights]
             attrs = attributes(call.op)
-            if call.op.name == "attend":
+            if call.op.name in ("attend", "attend_latent"):
                 attrs["memory"] = self._memory(attrs["layer"], inputs)
             result = function(*operands, *weights, **attrs)
             results = result if isinstance(result, tuple) else (result,)
@@ -87,19 +87,15 @@ class Host:
         """A step over one layer's part of the pool, in the reference's layout."""
         import torch
 
-        from plait.memory.paged_step import PagedStep
+        from plait.memory.paged_step import PagedStep, slot_views
 
         layout = self._pool.layout
         number, slot = layout.slot(layer)
         group = layout.groups[number]
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._kv_dtype]
         numbers = torch.from_numpy(self._pool.pages[slot]).view(dtype)
-        cache, tokens = group.cache, group.block_tokens
-        k, v = (tokens * cache.num_kv_heads * w for w in (cache.key_width, cache.value_width))
-        keys = numbers[:, :k].unflatten(1, (tokens, -1))
-        values = numbers[:, k : k + v].unflatten(1, (tokens, -1))
         assert inputs.sequences is not None
-        return PagedStep(layout, {layer: (number, keys, values)}, inputs.sequences, torch.device("cpu"))
+        return PagedStep(layout, {layer: (number, *slot_views(numbers, group))}, inputs.sequences, torch.device("cpu"))
 
     def _store_logits(self, call: HostCall, arrays: Mapping[str, NDArray[Any]]) -> None:
         """What the native LOGITS does, for logits that something else was done to."""

@@ -16,6 +16,7 @@ from plait.kernels.abi import (
     FLOAT_LAYOUTS,
     KIND_F32,
     KIND_Q8,
+    LATENT_FORMS,
     LAYOUTS,
     MAX_EXPERTS,
     ROUTE_MASKED_ZERO,
@@ -24,9 +25,10 @@ from plait.kernels.abi import (
     ROWS_TOKENS,
 )
 from plait.ops.recording import Op
-from plait.ops.spec import RouterSpec
+from plait.ops.spec import LatentSpec, RouterSpec
 from plait.plan.lowered import ALIGNMENT
 from plait.plan.lowering import QUANTISED_BLOCK, Lowering
+from plait.weights.latent import fits
 from plait.weights.numbers import rounded
 
 
@@ -138,11 +140,11 @@ def _layer_norm(low: Lowering, op: Op) -> bool:
 def _rotate(low: Lowering, op: Op) -> bool:
     x, angles = op.inputs
     heads, width = low.heads(x)
-    turning, pairing = op.attrs["width"], op.attrs.get("pairing", "halves")
+    turning, pairing, start = op.attrs["width"], op.attrs.get("pairing", "halves"), op.attrs.get("start", 0)
     pairs = prod(low.tail(angles)) // 2
     if not low.floats(x, angles) or turning % 2 or 2 * pairs != turning or pairing not in ("halves", "adjacent"):
         return False
-    _row(low, op, "rotate", (), (heads, width, turning, int(pairing == "adjacent")))
+    _row(low, op, "rotate", (), (heads, width, turning, int(pairing == "adjacent"), start))
     return True
 
 
@@ -172,6 +174,37 @@ def _attend(low: Lowering, op: Op) -> bool:
     out = low.new(op.outputs[0], quantised=records)
     f = (spec["scale"], spec["soft_cap"])
     low.emit("attend", op, (q,), (out,), (-1,), (number, spec["num_heads"], spec["window"]), f)
+    return True
+
+
+# What a multiply-add of attention costs relative to one in a product, in the native kernels. A number of few bits: its
+# products are exact, so that the kernels and plait.ops.latent.expands decide the same.
+ATTEND_COST = 1.5
+
+
+def _attend_latent(low: Lowering, op: Op) -> bool:
+    spec, layer = LatentSpec(**op.attrs["spec"]), op.attrs["layer"]
+    (ref,) = op.weights
+    group = low.layout.groups[low.layout.slot(layer)[0]]
+    cache = group.cache
+    # No windows, whole panels, and blocks of whole vectors.
+    if (
+        ref is None
+        or ref.rows is not None
+        or low.weights[ref.name].layout not in LAYOUTS
+        or not low.floats(*op.inputs)
+        or not fits(spec)
+        or (cache.num_kv_heads, cache.key_width, cache.value_width, cache.window) != (1, spec.row_width, 0, 0)
+        or group.block_tokens % 8
+    ):
+        return False
+    number = low.cache_numbers.setdefault(layer, len(low.cache_numbers))
+    low.out.latents[layer] = spec.latent_width
+    q, latent, k_rope = (low.of(value) for value in op.inputs)
+    low.emit("write_kv", op, (latent, k_rope), (), i=(number,))
+    i = (number, spec.num_heads, spec.nope_width, spec.value_width, LATENT_FORMS[spec.form])
+    w, f = (low.matrix(ref), low.second(ref)), (spec.scale, ATTEND_COST)
+    low.emit("attend_latent", op, (q,), (low.new(op.outputs[0]),), w, i, f)
     return True
 
 
@@ -336,6 +369,7 @@ NATIVE: dict[str, Callable[[Lowering, Op], bool]] = {
     "layer_norm": _layer_norm,
     "rotate": _rotate,
     "attend": _attend,
+    "attend_latent": _attend_latent,
     "gate": _gate,
     "activate": _activate,
     "dropout": _nothing,

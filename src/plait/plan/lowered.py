@@ -56,10 +56,11 @@ class PlanBuffer:
 
 @dataclass(frozen=True)
 class MatrixRef:
-    """A weight of the store, or the rows (start, stop) of it."""
+    """A weight of the store, or the rows (start, stop) of it; second: its second layout (plait.weights.latent)."""
 
     name: str
     rows: tuple[int, int] | None = None
+    second: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,15 @@ class HostCall:
 class Lowered:
     """A plan but for the addresses. caches: model layer of each PlaitCache. tables: all rotary frequencies, float32.
 
-    host: index into ops -> what to compute there.
+    latents: model layer -> how many numbers of its cached rows are the latent. host: index into ops -> what to compute
+    there.
     """
 
     ops: list[PlanOp] = field(default_factory=list)
     buffers: list[PlanBuffer] = field(default_factory=list)
     matrices: list[MatrixRef] = field(default_factory=list)
     caches: list[int] = field(default_factory=list)
+    latents: dict[int, int] = field(default_factory=dict)
     tables: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     host: dict[int, HostCall] = field(default_factory=dict)
     arena_bytes: int = 0

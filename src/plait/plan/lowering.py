@@ -158,6 +158,10 @@ class Lowering:
             return -1
         return self.matrix_numbers.setdefault(MatrixRef(ref.name, ref.rows), len(self.matrix_numbers))
 
+    def second(self, ref: WeightRef) -> int:
+        """The second layout of a weight."""
+        return self.matrix_numbers.setdefault(MatrixRef(ref.name, second=True), len(self.matrix_numbers))
+
     def is_vector(self, ref: WeightRef | None, width: int | None = None) -> bool:
         """Whether a weight is absent or a vector (of this width)."""
         if ref is None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import EngineError
+from plait.errors import EngineError, WeightError
 from plait.kernels import abi
 from plait.memory.layout import CacheLayout
 from plait.plan.lowered import Lowered, MatrixRef, PlanBuffer, PlanOp
 from plait.plan.pool import NativePool
-from plait.weights.store import VECTOR, PackedWeight, need_library
+from plait.weights.store import VECTOR, PackedWeight, need_library, second_name
 
 
 class NativePlan:
@@ -40,7 +40,9 @@ class NativePlan:
         ops = (abi.Op * len(lowered.ops))(*map(_op, lowered.ops))
         buffers = (abi.Buffer * len(lowered.buffers))(*map(_buffer, lowered.buffers))
         matrices = (abi.Matrix * len(lowered.matrices))(*(_matrix(weights, ref) for ref in lowered.matrices))
-        caches = (abi.Cache * len(lowered.caches))(*(_cache(pool, layer, kv_dtype) for layer in lowered.caches))
+        caches = (abi.Cache * len(lowered.caches))(
+            *(_cache(pool, lowered, layer, kv_dtype) for layer in lowered.caches)
+        )
         tables = np.ascontiguousarray(lowered.tables, np.float32)
         spec = abi.PlanSpec(
             ops=ops,
@@ -64,7 +66,7 @@ class NativePlan:
             block_bytes=layout.layer_bytes,
         )
         # Everything that the plan may still point to when it runs.
-        self._kept = (ops, buffers, matrices, caches, tables, pool, [weights[ref.name] for ref in lowered.matrices])
+        self._kept = (ops, buffers, matrices, caches, tables, pool, [_weight(weights, ref) for ref in lowered.matrices])
         self._plan = self._functions.plait_plan_create(ctypes.byref(spec))
         if not self._plan:
             raise EngineError(f"the native plan could not be made: {self._last_error()}")
@@ -174,7 +176,7 @@ def _buffer(buffer: PlanBuffer) -> abi.Buffer:
 
 def _matrix(weights: Mapping[str, PackedWeight], ref: MatrixRef) -> abi.Matrix:
     """A weight's descriptor; a slice of its rows begins inside its bytes."""
-    weight = weights[ref.name]
+    weight = _weight(weights, ref)
     matrix = weight.matrix()
     if ref.rows is None:
         return matrix
@@ -186,7 +188,14 @@ def _matrix(weights: Mapping[str, PackedWeight], ref: MatrixRef) -> abi.Matrix:
     return matrix
 
 
-def _cache(pool: NativePool, layer: int, kv_dtype: str) -> abi.Cache:
+def _weight(weights: Mapping[str, PackedWeight], ref: MatrixRef) -> PackedWeight:
+    name = second_name(ref.name) if ref.second else ref.name
+    if name not in weights:
+        raise WeightError(f"{ref.name} has no second layout in this store: pack the model with plait.weights.pack")
+    return weights[name]
+
+
+def _cache(pool: NativePool, lowered: Lowered, layer: int, kv_dtype: str) -> abi.Cache:
     layout: CacheLayout = pool.layout
     number, _ = layout.slot(layer)
     group = layout.groups[number]
@@ -200,6 +209,6 @@ def _cache(pool: NativePool, layer: int, kv_dtype: str) -> abi.Cache:
         key_width=cache.key_width,
         value_width=cache.value_width,
         kv_type=abi.KV_TYPES[kv_dtype],
-        latent_width=0 if cache.value_width else cache.key_width,
+        latent_width=lowered.latents.get(layer, 0),
         reserved=0,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.errors import ConfigError, UsageError, WeightError
 from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder
-from plait.model.families import parse_config
+from plait.model.families import family, parse_config
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.load import load
 
@@ -78,12 +78,34 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightError(f"transformers cannot load {path}: {first}") from error
     found.model.to(device).eval()
+    found.notes += _renormalise(checkpoint, found.model)
     if any(isinstance(layer.feed_forward, MixtureSpec) for layer in checkpoint.config.layers):
         # Its grouped products take only sizes that are multiples of 16 bytes; this way takes any.
         found.model.set_experts_implementation("eager")
     # Sampling settings and end tokens of the checkpoint have no place in a comparison.
     found.model.generation_config = transformers.GenerationConfig()
     return found
+
+
+def _renormalise(checkpoint: Checkpoint, model: Any) -> list[str]:
+    """Have the routers of a deepseek_v2 do what the configuration asks for and transformers' class does not; the note
+    that says so, where it does."""
+    config = checkpoint.config
+    mixtures = [layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, MixtureSpec)]
+    if config.model_type != "deepseek_v2" or not any(mixture.router.renormalises for mixture in mixtures):
+        return []
+
+    def renormalised(module: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, ids = output
+        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(renormalised)
+    return [
+        "norm_topk_prob is true: plait renormalises the experts' weights, as the model's own code does; transformers"
+        " ignores the key for a deepseek_v2, so its routers were made to"
+    ]
 
 
 def _load(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch.dtype) -> Reference:
@@ -104,7 +126,15 @@ def _from_directory(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
     if not checkpoint.path.is_dir():
         raise UsageError(f"{checkpoint.path}: transformers reads whole directories; give the directory")
-    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    model_type = checkpoint.config.model_type
+    if family(model_type).written_as != model_type:  # it knows the class, by another name
+        raw: dict[str, Any] = json.loads(json.dumps(checkpoint.raw))
+        del raw["model_type"]
+        options["config"] = transformers.AutoConfig.for_model(family(model_type).written_as, **raw)
+        kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
+        return kind.from_pretrained(checkpoint.path, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, **options)
 
 
 def _knows_gguf(architecture: str, model_type: str) -> bool:

@@ -35,7 +35,8 @@ class LoadReport:
 
     dtype: what the weights are kept in ("bfloat16", or the packed layouts, the largest first). formats: tensors by
     storage format of the file; expanded: those that were not floats there and are now kept as `expanded_to`.
-    exact: the shortest dtype ("float32", ...) that holds every weight as it is kept.
+    exact: the shortest dtype ("float32", ...) that holds every weight as it is kept. second_bytes: what of weight_bytes
+    the second layout of latent attention's weights takes.
     """
 
     path: str
@@ -50,6 +51,7 @@ class LoadReport:
     seconds: float = 0.0
     expanded_to: str = ""
     exact: str = "float32"
+    second_bytes: int = 0
 
     def lines(self) -> list[str]:
         """For people: what was loaded, what was expanded, what was left out."""
@@ -57,6 +59,8 @@ class LoadReport:
         out = [
             f"{self.path}: {self.parameters / 1e6:.1f}M parameters, {self.dtype}, {size:,.0f} MiB, {self.seconds:.1f} s"
         ]
+        if self.second_bytes:
+            out.append(f"of these {self.second_bytes / 2**20:,.1f} MiB a second layout of latent attention's weights")
         if self.expanded:
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.expanded.items()))
             out.append(f"expanded to {self.expanded_to or self.dtype} at load: {kinds}")

@@ -13,6 +13,7 @@ from plait.jsonfile import read_json
 from plait.model.config import ModelConfig
 from plait.model.families import family, parse_config
 from plait.model.name_map import NameMap
+from plait.weights.joined import joined
 from plait.weights.locate import locate
 from plait.weights.sources import TensorSource, open_source
 from plait.weights.transposed import TransposedSource
@@ -66,7 +67,8 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
     source: Any = open_source(path)
     raw = raw_config(path, source)
     config = with_divisors(parse_config(raw, strict), source)
-    return Checkpoint(path, raw, config, source, GGUF_NAMES[source.metadata["general.architecture"]], "gguf", config)
+    names = GGUF_NAMES[source.metadata["general.architecture"]]
+    return Checkpoint(path, raw, config, joined(source, config), names, "gguf", config)
 
 
 def read_config(model: str | Path | None, strict: bool = False) -> ModelConfig:

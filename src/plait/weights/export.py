@@ -53,7 +53,11 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
     raw["tie_word_embeddings"] = decoder.config.tie_embeddings
     raw["dtype"] = str(decoder.dtype).removeprefix("torch.")
     raw.pop("torch_dtype", None)
-    raw.setdefault("architectures", [family(decoder.config.model_type).architecture])
+    written = family(decoder.config.model_type)
+    raw.setdefault("architectures", [written.architecture])
+    if written.written_as != decoder.config.model_type:
+        raw["model_type"] = written.written_as
+        raw.pop("auto_map", None)  # code of its own, for the name that is no longer there
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

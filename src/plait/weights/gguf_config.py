@@ -16,6 +16,7 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.model.reader import MAX_LAYERS
+from plait.weights.gguf_deepseek import DEEPSEEK
 from plait.weights.gguf_dense import DENSE
 from plait.weights.gguf_keys import (
     ATTENTION,
@@ -240,4 +241,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {"hidden_act": "gelu", "attention_bias": True},
         _gptneox,
     ),
-} | {**DENSE, **MIXTURES}
+} | {**DENSE, **MIXTURES, **DEEPSEEK}

@@ -25,7 +25,9 @@ def _unpaired(heads: int, width: int) -> NDArray[np.int64]:
 
 
 def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    return config.layers[layer].attention
+    a = config.layers[layer].attention
+    assert isinstance(a, AttentionSpec)
+    return a
 
 
 def q_rows(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
@@ -144,3 +146,32 @@ GGUF_NAMES: dict[str, NameMap] = {
     ),
 }
 GGUF_NAMES |= dict.fromkeys(("granite", "smollm3"), GGUF_NAMES["llama"])
+
+_LATENT = {
+    "attn_q": "q_proj",
+    "attn_q_a": "q_a_proj",
+    "attn_q_a_norm": "q_a_layernorm",
+    "attn_q_b": "q_b_proj",
+    "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "kv_a_layernorm",
+    "attn_kv_b": "kv_b_proj",
+    "attn_output": "o_proj",
+}
+# Rows stay as they are: adjacent features pair up on both sides. Where kv_b is cut in two, plait.weights.joined makes
+# it whole; beside a whole one the halves say nothing new.
+GGUF_NAMES["deepseek2"] = NameMap(
+    (
+        *_ENDS,
+        *_PRE_NORMS,
+        *(rule for file, ours in _LATENT.items() for rule in paired(f"{_G}.{file}", f"{_O}.self_attn.{ours}")),
+        *_FEED_FORWARD,
+        *_EXPERTS,
+        Rule(f"{_G}.exp_probs_b.bias", (f"{_O}.mlp.gate.e_score_correction_bias",)),
+        *(
+            r
+            for p in ("gate", "up", "down")
+            for r in paired(f"{_G}.ffn_{p}_shexp", f"{_O}.mlp.shared_experts.{p}_proj")
+        ),
+    ),
+    (*_ROPE, r"blk\.\d+\.attn_[kv]_b\.weight"),
+)

@@ -45,7 +45,9 @@ class BoundMap:
     def __init__(self, config: ModelConfig, names: NameMap) -> None:
         self._config = config
         self._names = names
-        self._skip = [re.compile(p.replace("{n}", str(len(config.layers)))) for p in names.skip]
+        first, count = len(config.layers), config.next_token_layers
+        after = "|".join(map(str, range(first, first + count))) if count else "(?!)"  # without any, nothing matches
+        self._skip = [re.compile(p.replace("{n}", f"(?:{after})")) for p in names.skip]
 
     @cached_property
     def _by_file(self) -> dict[str, tuple[Rule, int, int | None]]:

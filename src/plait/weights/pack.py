@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from plait.errors import WeightError
 from plait.kernels import abi
 from plait.kernels.native import usable_cpus
 from plait.model.config import keeps_float32
+from plait.ops.spec import LatentSpec
 from plait.weights.arrange import (
     DTYPES,
     PLAIN_FORMATS,
@@ -33,6 +34,7 @@ from plait.weights.arrange import (
 )
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.fill import Source, fill, fill_vector, row_order
+from plait.weights.latent import fill_second, latent_weights, make_second, second_bytes
 from plait.weights.mapping import Assignment, Plan
 from plait.weights.numbers import float32_rows
 from plait.weights.store import (
@@ -40,8 +42,10 @@ from plait.weights.store import (
     PackedWeight,
     WeightStore,
     aligned_bytes,
+    is_second,
     need_library,
     packed_bytes,
+    second_name,
     stack_parts,
 )
 
@@ -60,13 +64,17 @@ _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 @dataclass(frozen=True)
 class Packing:
-    """A checkpoint that is ready to be packed: every weight's place is known, no tensor has been read."""
+    """A checkpoint that is ready to be packed: every weight's place is known, no tensor has been read.
+
+    latent: the weights that get a second layout.
+    """
 
     checkpoint: Checkpoint
     plan: Plan
     shapes: Shapes
     layouts: Mapping[str, str]
     report: LoadReport
+    latent: Mapping[str, LatentSpec] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:
@@ -74,15 +82,16 @@ class Packing:
         return stack_parts(self.shapes)
 
     def sizes(self) -> dict[str, int]:
-        """Packed bytes of every weight."""
+        """Packed bytes of every weight, second layouts too."""
         names = [part.name for assignment in self.plan.assignments for part in assignment.parts]
-        return {name: packed_bytes(self.layouts[name], self.shapes[name], self.parts.get(name, 1)) for name in names}
+        own = {name: packed_bytes(self.layouts[name], self.shapes[name], self.parts.get(name, 1)) for name in names}
+        return own | {second_name(name): second_bytes(self.layouts[name], spec) for name, spec in self.latent.items()}
 
     def weights(self, threads: int | None = None, allocate: Allocate = aligned_bytes) -> Iterator[PackedWeight]:
         """Every weight, packed, one after the other; the file's pages of each are given back as it is done.
 
         A stack of experts comes when the last of its tensors is packed: they are taken together, wherever they stand in
-        the file.
+        the file. A weight's second layout follows it.
         """
         source = self.checkpoint.source
         count = usable_cpus() if threads is None else threads
@@ -94,7 +103,10 @@ class Packing:
             self._fill(assignment, begun, count)
             source.release(assignment.file)
             for name in last:
-                yield begun.pop(name)
+                weight = begun.pop(name)
+                yield weight
+                if name in self.latent:
+                    yield make_second(weight, self.latent[name], count, allocate)
 
     def _in_order(self) -> Iterator[tuple[tuple[str, ...], Assignment]]:
         """Every assignment, those of one stack together, and the weights that are whole after it."""
@@ -152,9 +164,10 @@ def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped:
             stored.setdefault(part.name, set()).add(checkpoint.source.info(assignment.file).format)
     layouts = {key: choose_layout(key, _common(kinds), len(shapes[key]), name) for key, kinds in stored.items()}
     report.expanded, report.expanded_to = _expanded(checkpoint, plan, layouts)
-    packing = Packing(checkpoint, plan, shapes, layouts, report)
+    packing = Packing(checkpoint, plan, shapes, layouts, report, latent_weights(checkpoint.config, shapes))
     sizes = packing.sizes()
     report.weight_bytes = sum(sizes.values())
+    report.second_bytes = sum(size for key, size in sizes.items() if is_second(key))
     report.parameters = checkpoint.config.param_counts()["total"]
     report.dtype = describe_layouts(layouts, sizes)
     report.exact = exact_dtype(_formats(checkpoint, plan), name)
@@ -244,16 +257,25 @@ def pack_decoder(decoder: Decoder, dtype: object = None, store: WeightStore | No
     start = time.perf_counter()
     name = dtype_name(dtype)
     parameters: dict[str, Any] = dict(decoder.named_parameters())
+    latent, threads = latent_weights(decoder.config, parameters), need_library().threads()
     if store is None:
         parts = stack_parts({key: tuple(p.shape) for key, p in parameters.items()})
         weights = {key: _empty(key, p, name, parts.get(key, 1)) for key, p in parameters.items()}
         store = WeightStore(weights, report=LoadReport(str(decoder.source or decoder.config.model_type), "live", ""))
-    elif {key: tuple(p.shape) for key, p in parameters.items()} != {key: w.shape for key, w in store.items()}:
+    elif {key: tuple(p.shape) for key, p in parameters.items()} != {
+        key: w.shape for key, w in store.items() if not is_second(key)
+    }:
         raise WeightError("the decoder's parameters are no longer those that were packed: build a new engine")
     for key, parameter in parameters.items():
         _pack_parameter(parameter, store[key])
+    for key, spec in latent.items():
+        if second_name(key) in store:
+            fill_second(store[second_name(key)], store[key], spec, threads)
+        else:
+            store.add(make_second(store[key], spec, threads))
     store.renew()
     report = store.report
+    report.second_bytes = store.second_bytes
     report.parameters = decoder.param_counts()["total"]
     report.weight_bytes = store.nbytes
     report.exact = (
@@ -261,7 +283,8 @@ def pack_decoder(decoder: Decoder, dtype: object = None, store: WeightStore | No
         if name == "auto" and len({p.dtype for key, p in parameters.items() if not keeps_float32(key)}) > 1
         else DTYPES[_NAMES[store["model.embed_tokens.weight"].layout]]
     )
-    report.dtype = describe_layouts({k: w.layout for k, w in store.items()}, {k: w.nbytes for k, w in store.items()})
+    own = {key: weight for key, weight in store.items() if not is_second(key)}
+    report.dtype = describe_layouts({k: w.layout for k, w in own.items()}, {k: w.nbytes for k, w in own.items()})
     report.seconds = time.perf_counter() - start
     return store
 

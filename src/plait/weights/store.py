@@ -6,6 +6,8 @@ head).
 
 A stack of experts [E, R, C] is E * parts matrices of R / parts rows one after another, each padded to whole panels: the
 kernels take every one for itself. Gate and up are two parts of one stack.
+
+Latent attention's weights have a second layout beside them (plait.weights.latent), under `second_name`: no parameter.
 """
 
 from __future__ import annotations
@@ -27,6 +29,19 @@ VECTOR = "VECTOR"
 _ALIGNMENT = 64
 # Rows unpacked at a time by `expand`: the ids and nothing else is held besides the result.
 _EXPAND_ROWS = 4096
+
+
+_SECOND = "#transposed_keys"
+
+
+def second_name(name: str) -> str:
+    """The name of a weight's second layout in a store."""
+    return name + _SECOND
+
+
+def is_second(name: str) -> bool:
+    """Whether a store's name is that of a second layout, and no parameter's."""
+    return name.endswith(_SECOND)
 
 
 def need_library() -> NativeLibrary:
@@ -173,17 +188,26 @@ class WeightStore(Mapping[str, PackedWeight]):
         """Bytes of all weights; one that has two names counts once."""
         return sum(data.nbytes for data in {id(w.data): w.data for w in self._weights.values()}.values())
 
+    @property
+    def second_bytes(self) -> int:
+        """Bytes of them that second layouts take."""
+        return sum(weight.nbytes for name, weight in self._weights.items() if is_second(name))
+
     def expand(self, name: str) -> NDArray[np.float32]:
         """A weight's numbers in the parameter's shape, float32."""
         return self[name].expand()
 
     def layouts(self) -> dict[str, int]:
-        """Matrices by layout, for people; vectors and second names are not counted."""
+        """Matrices by layout, for people; vectors, second names and second layouts are not counted."""
         counts: dict[str, int] = {}
         for weight in {id(w.data): w for w in self._weights.values()}.values():
-            if weight.layout != VECTOR:
+            if weight.layout != VECTOR and not is_second(weight.name):
                 counts[weight.layout] = counts.get(weight.layout, 0) + 1
         return counts
+
+    def add(self, weight: PackedWeight) -> None:
+        """One weight more, under its own name."""
+        self._weights[weight.name] = weight
 
     def renew(self) -> None:
         """The numbers in the standing buffers have changed."""

@@ -21,6 +21,7 @@ _MODULES = (
     *("llama", "llama_like", "qwen", "gemma", "gpt_neox", "phi", "olmo", "cohere", "glm", "layer_norm", "gpt"),
     "mixture",
     "falcon",
+    "deepseek",
 )
 
 # Families that need more than switches, and what they would need.
@@ -51,7 +52,8 @@ class Family:
     """What is known of one model_type.
 
     build: ConfigReader -> ModelConfig. names: the map of Hugging Face files. architecture: the class that transformers
-    loads it with, for `save_pretrained`. proved_on: for `plait models`.
+    loads it with, for `save_pretrained`; written_as: the model_type by which transformers knows that class. proved_on:
+    for `plait models`.
     """
 
     model_type: str
@@ -59,6 +61,7 @@ class Family:
     names: NameMap
     architecture: str
     proved_on: str
+    written_as: str
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -70,13 +73,14 @@ def register(
     *,
     architecture: str,
     proved_on: str = "random weights",
+    written_as: str | None = None,
 ) -> Callable[[Callable[[ConfigReader], ModelConfig]], Callable[[ConfigReader], ModelConfig]]:
     """Register a family under its `model_type`. Rotary buffers of old checkpoints are skipped for every family."""
 
     def add(build: Callable[[ConfigReader], ModelConfig]) -> Callable[[ConfigReader], ModelConfig]:
         own = names or NameMap()
         own = replace(own, skip=(*own.skip, *ROTARY_BUFFERS))
-        _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on)
+        _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on, written_as or model_type)
         return build
 
     return add

@@ -14,6 +14,7 @@ from plait.model.families.llama import (
     pre_norm_decoder,
     require_window,
     sizes,
+    with_attention,
 )
 from plait.model.reader import ConfigReader
 
@@ -60,9 +61,7 @@ def cohere2(read: ConfigReader) -> ModelConfig:
     require_window(window, types)
     config = _parallel(read, NormSpec("layer", read.number("layer_norm_eps")), 10_000.0, width)
     layers = (
-        replace(layer, attention=replace(layer.attention, window=window))
-        if kind == "sliding_attention"
-        else replace(layer, attention=replace(layer.attention, rotary=None))
+        with_attention(layer, window=window) if kind == "sliding_attention" else with_attention(layer, rotary=None)
         for layer, kind in zip(config.layers, types, strict=True)
     )
     return replace(config, layers=tuple(layers))

@@ -20,6 +20,7 @@ from plait.model.reader import ConfigReader
 def grouped_qkv(config: ModelConfig, layer: int) -> Sequence[NDArray[np.int64]]:
     """Rows of q, k and v in a matrix of groups: the queries of one key/value head, its key, its value."""
     a = config.layers[layer].attention
+    assert isinstance(a, AttentionSpec)
     per_group = a.num_heads // a.num_kv_heads
     shape = (a.num_kv_heads, per_group + 2, a.key_width)
     rows = np.arange(prod(shape)).reshape(shape)

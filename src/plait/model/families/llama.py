@@ -152,7 +152,12 @@ def each_layer(config: ModelConfig, change: Callable[[LayerSpec], LayerSpec]) ->
 
 def each_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The configuration with these fields of every layer's attention changed."""
-    return each_layer(config, lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+    return each_layer(config, lambda layer: with_attention(layer, **changes))
+
+
+def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """The layer with these fields of its attention changed."""
+    return replace(layer, attention=replace(layer.attention, **changes))
 
 
 def one_norm_for_both(config: ModelConfig, residual_first: bool = False) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 from plait.errors import ConfigError
 from plait.model.config import LayerSpec, ModelConfig, NormSpec
 from plait.model.families import register
-from plait.model.families.llama import each_attention, each_layer, pre_norm_decoder, require_window
+from plait.model.families.llama import each_attention, each_layer, pre_norm_decoder, require_window, with_attention
 from plait.model.families.olmo import POST_NORM_NAMES, norms_after
 from plait.model.name_map import NameMap, paired
 from plait.model.reader import ConfigReader
@@ -58,8 +58,7 @@ def smollm3(read: ConfigReader) -> ModelConfig:
     return replace(
         config,
         layers=tuple(
-            layer if rotates[i] else replace(layer, attention=replace(layer.attention, rotary=None))
-            for i, layer in enumerate(config.layers)
+            layer if rotates[i] else with_attention(layer, rotary=None) for i, layer in enumerate(config.layers)
         ),
     )
 
@@ -166,8 +165,8 @@ def exaone4(read: ConfigReader) -> ModelConfig:
 
     def layer(spec: LayerSpec, kind: str) -> LayerSpec:
         if kind == "sliding_attention":
-            return replace(spec, attention=replace(spec.attention, window=window))
-        return replace(spec, attention=replace(spec.attention, rotary=None)) if windowed else spec
+            return with_attention(spec, window=window)
+        return with_attention(spec, rotary=None) if windowed else spec
 
     return replace(config, layers=tuple(layer(s, kind) for s, kind in zip(config.layers, types, strict=True)))
 

@@ -46,8 +46,8 @@ GRANITE = NameMap(
         Rule(f"{_GRANITE}.router.weight", (f"{_OURS}.gate.weight",), read_only=True),
     )
 )
-# The layer after the last predicts a second token, for speculation.
-_NEXT_TOKEN_LAYER = r"model\.layers\.{n}\..*"
+# Layers after the last predict further tokens, for speculation.
+NEXT_TOKEN_LAYERS = r"model\.layers\.{n}\..*"
 
 
 def num_experts(read: ConfigReader, key: str, other: str) -> int:
@@ -208,7 +208,7 @@ def dots1(read: ConfigReader) -> ModelConfig:
     return sigmoid_mixtures(read, config)
 
 
-@register("glm4_moe", replace(PER_EXPERT, skip=(_NEXT_TOKEN_LAYER,)), architecture="Glm4MoeForCausalLM")
+@register("glm4_moe", replace(PER_EXPERT, skip=(NEXT_TOKEN_LAYERS,)), architecture="Glm4MoeForCausalLM")
 def glm4_moe(read: ConfigReader) -> ModelConfig:
     for key in ("num_mtp_layers", "num_nextn_predict_layers"):  # such a layer is skipped when the file has it
         read(key)
