@@ -41,6 +41,7 @@ def switches(c: ModelConfig) -> Vector:
         "q and k normed after rotary": a.head_norm_after_rotary,
         "q, k and v clipped": a.clip > 0,
         "attention soft-capped": a.soft_cap > 0,
+        "attention sinks": a.sinks,
         "window on every layer": all(windows),
         "window on some layers": any(windows) and not all(windows),
         "several rotary tables": len(c.rotary) > 1,
@@ -72,6 +73,9 @@ def switches(c: ModelConfig) -> Vector:
         "a single expert per token": m is not None and m.router.top_k == 1,
         "router: sigmoid of the logits": m is not None and m.router.scores == "sigmoid",
         "router: softmax over the chosen": m is not None and m.router.scores == "topk_softmax",
+        "router: sparse mixer": m is not None and m.router.scores == "sparse_mixer",
+        "router: bias": m is not None and m.router_bias,
+        "router: least sum": m is not None and m.router.least_sum > 0.1,
         "router: selection bias": m is not None and m.selection_bias,
         "router: groups": m is not None and m.router.groups > 0,
         "router: weights scaled": m is not None and m.router.scale != 1.0,
@@ -83,6 +87,8 @@ def switches(c: ModelConfig) -> Vector:
         "activation gelu (tanh)": f.activation == "gelu_tanh",
         "activation relu": f.activation == "relu",
         "activation relu squared": f.activation == "relu_squared",
+        "activation clamped SwiGLU": f.activation == "clamped_swiglu",
+        "activation xIELU": f.activation == "xielu",
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 5  # PLAIT_ABI_VERSION
+ABI_VERSION = 6  # PLAIT_ABI_VERSION
 
 # PLAIT_LAYOUT_...: how a packed matrix is kept; the same numbers name the storage of a source to pack.
 LAYOUTS = {
@@ -58,7 +58,10 @@ OP_KINDS = {
     )
 }
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5}
-ROUTER_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+# What a gate may be beside those, and the activation whose numbers are weights.
+GATES = {**ACTIVATIONS, "clamped_swiglu": 6}
+XIELU = 7
+ROUTER_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2, "sparse_mixer": 3}
 ROUTE_TWO_BEST, ROUTE_MASKED_ZERO = 1, 2
 MAX_EXPERTS = 1024  # kMaxExperts
 KV_TYPES = {"fp32": 0, "bf16": 1, "fp16": 2}

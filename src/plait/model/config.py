@@ -53,7 +53,8 @@ class AttentionSpec:
     """Grouped-query attention of one layer. Biases each on their own; None means that the thing is absent.
 
     head_norm: the norm of q and k. head_norm_over: "head": every head with one weight; "own_head": every head with a
-    weight of its own; "projection": all heads together. clip: q, k and v are limited to [-clip, clip] (0: not).
+    weight of its own; "projection": all heads together. clip: q, k and v are limited to [-clip, clip] (0: not). sinks: a
+    learned logit for each head joins the sum of its softmax.
     """
 
     num_heads: int
@@ -72,6 +73,7 @@ class AttentionSpec:
     window: int = 0
     soft_cap: float = 0.0
     rotary: RotaryUse | None = None
+    sinks: bool = False
 
     @property
     def attend(self) -> AttendSpec:
@@ -102,20 +104,31 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """Feed-forward of one layer: gated (act(gate x) * up x, then down) or plain (act(up x), then down)."""
+    """Feed-forward of one layer: gated (act(gate x) * up x, then down) or plain (act(up x), then down).
+
+    alpha, limit: of the activation clamped_swiglu, which is a gated one; xielu is a plain one with numbers that are
+    parameters.
+    """
 
     width: int
     activation: str
     gated: bool = True
     up_bias: bool = False
     down_bias: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the activation needs to be given."""
+        return {"alpha": self.alpha, "limit": self.limit} if self.activation == "clamped_swiglu" else {}
 
 
 @dataclass(frozen=True)
 class MixtureSpec:
     """Feed-forward of one layer as a mixture: a router chooses some of its experts for each token.
 
-    width, activation, gated, up_bias, down_bias: of every expert, as in `FeedForwardSpec`. router_bias: of the router's
+    width, activation, gated, up_bias, down_bias, alpha, limit: of every expert, as in `FeedForwardSpec`. router_bias: of the router's
     linear; selection_bias: a bias per expert that counts in the selection only. shared: a feed-forward that every token
     goes through beside its experts; shared_gate: its result is multiplied by sigmoid(x w), w [1, D].
     """
@@ -130,6 +143,13 @@ class MixtureSpec:
     selection_bias: bool = False
     shared: FeedForwardSpec | None = None
     shared_gate: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the activation needs to be given."""
+        return FeedForwardSpec(self.width, self.activation, alpha=self.alpha, limit=self.limit).numbers
 
 
 @dataclass(frozen=True)
@@ -231,6 +251,7 @@ class ModelConfig:
             o = a.num_heads * a.value_width
             counts["attention"] += d * (q + k + v + o)
             counts["attention"] += a.q_bias * q + a.k_bias * k + a.v_bias * v + a.o_bias * d
+            counts["attention"] += a.sinks * a.num_heads
             counts["ffn_total"] += _feed_forward_params(f, d)
             if isinstance(f, MixtureSpec):
                 idle += (f.router.num_experts - f.router.top_k) * _expert_params(f, d)
@@ -262,7 +283,7 @@ def _expert_params(f: FeedForwardSpec | MixtureSpec, hidden_size: int) -> int:
     """Of one feed-forward, or of one expert of a mixture."""
     ups = 2 if f.gated else 1
     biases = f.up_bias * f.width * ups + f.down_bias * hidden_size
-    return hidden_size * f.width * (ups + 1) + biases
+    return hidden_size * f.width * (ups + 1) + biases + 4 * (f.activation == "xielu")
 
 
 def _feed_forward_params(f: FeedForwardSpec | MixtureSpec, hidden_size: int) -> int:
@@ -307,6 +328,10 @@ def check(config: ModelConfig) -> ModelConfig:
                 f"layer {index}: num_attention_heads={a.num_heads} is no multiple of"
                 f" num_key_value_heads={a.num_kv_heads}"
             )
+        if f.activation == "xielu" and (f.gated or isinstance(f, MixtureSpec)):
+            raise ConfigError(f"layer {index}: the activation xielu is for plain feed-forwards")
+        if f.activation == "clamped_swiglu" and not (f.gated and f.limit > 0):
+            raise ConfigError(f"layer {index}: the activation clamped_swiglu needs a gate and a limit above 0")
         if a.window < 0:
             raise ConfigError(f"layer {index}: sliding_window={a.window} must not be negative")
         if a.rotary and (a.rotary.width % 2 or not 0 < a.rotary.width <= a.key_width):
@@ -321,6 +346,8 @@ def _check_mixture(index: int, mixture: MixtureSpec) -> None:
     r = mixture.router
     if mixture.shared is not None and mixture.shared.width < 1:
         raise ConfigError(f"layer {index}: the shared expert's width {mixture.shared.width} must be at least 1")
+    if r.scores == "sparse_mixer" and r.top_k != 2:
+        raise ConfigError(f"layer {index}: num_experts_per_tok={r.top_k}; a sparse mixer takes two experts")
     if not 1 <= r.top_k <= r.num_experts:
         raise ConfigError(
             f"layer {index}: num_experts_per_tok={r.top_k} must be at least 1 and at most the number of"
