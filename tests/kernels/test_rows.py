@@ -227,7 +227,7 @@ def test_clamped_swiglu(isa, alpha, limit):
 
 @needs_library
 @every_isa
-@pytest.mark.parametrize("numbers", [(0.2, -1.05, 0.5, -1e-6), (1.4, 0.7, 0.3, -0.35), (25.0, -30.0, 0.5, -1.5)])
+@pytest.mark.parametrize("numbers", [(0.2, -1.05, 0.5, -1e-6), (1.4, 0.7, 0.3, -0.35), (25.0, -2.0, 0.5, -1.5)])
 def test_xielu(isa, numbers):
     near = np.concatenate([np.geomspace(1e-6, 3, 300), [0, 1e-30, 50, 1e10]]).astype(np.float32)
     x = np.concatenate([near, -near, normal(501), [np.inf, np.nan]]).astype(np.float32)[None]

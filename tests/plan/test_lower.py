@@ -23,7 +23,7 @@ from plait.plan.fusion import fuse
 from plait.plan.lower import lower
 from plait.plan.lowered import Lowered
 from tests.configs import CONFIGS
-from tests.plan.models import ALL, PlainWeight, every_attribute, layout_of, make, plain_store, slow_but, without_kernel
+from tests.plan.models import ALL, PlainWeight, every_attribute, layout_of, layouts_of, make, plain_store, slow_but, without_kernel
 from tests.plan.plan_model import PlanModel
 from tests.plan.steps import MIXED, Script
 from tests.threads import one_thread
@@ -142,7 +142,8 @@ def replay(recording: Recording, weights: dict[str, torch.Tensor], layout, steps
 def test_every_attribute_reaches_its_operation(fused: bool) -> None:
     recording, weights = every_attribute()
     layout = make_layout(recording.caches, context_tokens=384, chunk_tokens=384)
-    store = {n: PlainWeight(n, w.numpy(), "F32" if w.ndim == 2 else "VECTOR") for n, w in weights.items()}
+    forms = layouts_of(weights, "F32")
+    store = {n: PlainWeight(n, w.numpy(), forms[n]) for n, w in weights.items()}
     plan = lower(fuse(recording) if fused else recording, store, layout, 64, 64)
     assert plan.host_ops == (() if fused else ("store_logits",))
     if not fused:

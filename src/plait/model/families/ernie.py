@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.errors import ConfigError
 from plait.model.config import FeedForwardSpec, MixtureSpec, ModelConfig
 from plait.model.families import register
@@ -52,7 +54,7 @@ def ernie4_5_moe(read: ConfigReader) -> ModelConfig:
         selection_bias=True,
         shared=FeedForwardSpec(width * shared, act, up_bias=bias, down_bias=bias) if shared else None,
     )
-    return with_mixtures(config, mixture, _sparse_layers(read, len(config.layers)))
+    return with_mixtures(replace(config, head_bias=bias), mixture, _sparse_layers(read, len(config.layers)))
 
 
 def _sparse_layers(read: ConfigReader, num_layers: int) -> list[bool]:
