@@ -67,8 +67,14 @@ DENSE: tuple[Case, ...] = (
         rope_theta=300.0,
         hidden_activation="silu",
     ),
-    _gemma("scaled embeddings, 1 + w, untied", rms_norm_eps=0.02, hidden_act="silu", tie_word_embeddings=False),
-    _gemma("an exact GELU that means tanh, biases", hidden_act="gelu", attention_bias=True, rope_theta=300.0),
+    _gemma("scaled embeddings, 1 + w, untied", hidden_act="silu", tie_word_embeddings=False),
+    _gemma(
+        "an exact GELU that means tanh, biases, eps 0.02",
+        hidden_act="gelu",
+        attention_bias=True,
+        rope_theta=300.0,
+        rms_norm_eps=0.02,
+    ),
     _apertus("xIELU, llama3 scaling, eps 0.02", rms_norm_eps=0.02, rope_scaling=_LLAMA3, rope_theta=500.0),
     _apertus(
         "biases, tied, a kv head for each head",

@@ -167,7 +167,7 @@ def test_what_the_kernels_do_not_have_runs_through_the_reference() -> None:
     router.agrees_with(own)
     from plait.ops import reference
 
-    reference.ACTIVATIONS["cubed"] = lambda x: x**3
+    reference.ACTIVATIONS["cubed"] = lambda x, **_: x**3
     try:
         other = changed(own, "experts", kind="cubed")
         made = Made(other)
