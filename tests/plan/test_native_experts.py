@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}"),
 ]
-FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "phimoe"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 

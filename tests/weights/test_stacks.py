@@ -25,7 +25,7 @@ from plait.weights.store import PackedWeight, aligned_bytes, packed_bytes, stack
 from tests.configs import CONFIGS
 
 pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
-FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "phimoe", "ernie4_5_moe"]
 
 
 def saved(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

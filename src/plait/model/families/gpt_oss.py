@@ -9,7 +9,7 @@ from plait.errors import ConfigError
 from plait.model.config import MixtureSpec, ModelConfig, NormSpec
 from plait.model.expert_names import interleaved_place
 from plait.model.families import register
-from plait.model.families.llama import each_attention, pre_norm_decoder, require_window
+from plait.model.families.llama import activation, each_attention, pre_norm_decoder, require_window
 from plait.model.families.mixture import num_experts, router, with_mixtures
 from plait.model.name_map import NameMap, Rule, paired
 from plait.model.reader import ConfigReader
@@ -63,6 +63,8 @@ def gpt_oss(read: ConfigReader) -> ModelConfig:
             f"experts_per_token={read.raw['experts_per_token']!r} and num_experts_per_tok="
             f"{read('num_experts_per_tok')!r} are two spellings of one key and differ"
         )
+    if activation(read) != "silu":
+        raise ConfigError(f"hidden_act={read('hidden_act')!r}: a gpt_oss has one activation, and calls it silu")
     read("initial_context_length")  # what the rope block says too
     mixture = MixtureSpec(
         router(read, num_experts(read, "num_local_experts", "num_experts"), scores="topk_softmax", renormalise="never"),
