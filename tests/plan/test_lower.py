@@ -44,6 +44,8 @@ WIDE = {
 } | {family: {**CONFIGS[family], "hidden_size": 128, "intermediate_size": 96} for family in _SQUARE}
 # Twice as wide as the others, it would spend all of the tolerance on fp32's rounding with their weights.
 WIDE["helium"] |= {"head_dim": 32, "initializer_range": 0.1}
+# Its experts' factor of up + 1 is large: one rounding of an activation that goes the other way moves the logits more.
+WIDE["gpt_oss"] |= {"initializer_range": 0.2}
 
 
 @cache
