@@ -293,7 +293,8 @@ def test_embed(isa, layout):
         out = run(isa, "embed", [ids], f=(scale,), weights=(matrix,), out=np.empty((5, 33), np.float32))
         assert np.array_equal(out, reference.embed(torch.from_numpy(ids).long(), numbers, scale=scale).numpy())
     # By position: five further than the number.
-    out = run(isa, "embed", [ids[3:] - 3], i={0: 1, 1: 5}, f=(1.0,), weights=(matrix,), out=np.empty((2, 33), np.float32))
+    out = np.empty((2, 33), np.float32)
+    run(isa, "embed", [ids[3:] - 3], i={0: 1, 1: 5}, f=(1.0,), weights=(matrix,), out=out)
     assert np.array_equal(out, numbers[[19, 5]].numpy())
     with pytest.raises(AssertionError, match="no row"):
         run(isa, "embed", [ids], i={0: 1, 1: 1}, f=(1.0,), weights=(matrix,), out=np.empty((5, 33), np.float32))

@@ -255,5 +255,6 @@ def test_apertus_stores_four_numbers_of_every_feed_forward(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     shapes = {k.rpartition(".")[2]: tuple(v.shape) for k, v in stored.items() if ".layers.0.mlp.act_fn." in k}
     assert shapes == {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-    trained = {name.rpartition(".")[2] for name, p in decoder.named_parameters() if "act_fn" in name and p.requires_grad}
+    numbers = {name: p for name, p in decoder.named_parameters() if "act_fn" in name}
+    trained = {name.rpartition(".")[2] for name, p in numbers.items() if p.requires_grad}
     assert trained == {"alpha_p", "alpha_n"}

@@ -23,7 +23,17 @@ from plait.plan.fusion import fuse
 from plait.plan.lower import lower
 from plait.plan.lowered import Lowered
 from tests.configs import CONFIGS
-from tests.plan.models import ALL, PlainWeight, every_attribute, layout_of, layouts_of, make, plain_store, slow_but, without_kernel
+from tests.plan.models import (
+    ALL,
+    PlainWeight,
+    every_attribute,
+    layout_of,
+    layouts_of,
+    make,
+    plain_store,
+    slow_but,
+    without_kernel,
+)
 from tests.plan.plan_model import PlanModel
 from tests.plan.steps import MIXED, Script
 from tests.threads import one_thread

@@ -53,8 +53,8 @@ class AttentionSpec:
     """Grouped-query attention of one layer. Biases each on their own; None means that the thing is absent.
 
     head_norm: the norm of q and k. head_norm_over: "head": every head with one weight; "own_head": every head with a
-    weight of its own; "projection": all heads together. clip: q, k and v are limited to [-clip, clip] (0: not). sinks: a
-    learned logit for each head joins the sum of its softmax.
+    weight of its own; "projection": all heads together. clip: q, k and v are limited to [-clip, clip] (0: not).
+    sinks: a learned logit for each head joins the sum of its softmax.
     """
 
     num_heads: int
@@ -128,9 +128,9 @@ class FeedForwardSpec:
 class MixtureSpec:
     """Feed-forward of one layer as a mixture: a router chooses some of its experts for each token.
 
-    width, activation, gated, up_bias, down_bias, alpha, limit: of every expert, as in `FeedForwardSpec`. router_bias: of the router's
-    linear; selection_bias: a bias per expert that counts in the selection only. shared: a feed-forward that every token
-    goes through beside its experts; shared_gate: its result is multiplied by sigmoid(x w), w [1, D].
+    width, activation, gated, up_bias, down_bias, alpha, limit: of every expert, as in `FeedForwardSpec`. router_bias:
+    of the router's linear; selection_bias: a bias per expert that counts in the selection only. shared: a feed-forward
+    that every token goes through beside its experts; shared_gate: its result is multiplied by sigmoid(x w), w [1, D].
     """
 
     router: RouterSpec

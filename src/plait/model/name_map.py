@@ -74,8 +74,8 @@ class NameMap:
     skip: regular expressions of tensors that are recomputed or belong to another part of the checkpoint; `{n}` stands
     for the number of layers, the index of a layer after the last.
     prefixes: (file's, ours) replaced at the start of a name before anything else (multimodal directories); not used
-    on export. transposed: regular expressions of the file's matrices, or stacks of them, that are stored as [in, out] and
-    not [out, in]; rules see them turned.
+    on export. transposed: regular expressions of the file's matrices, or stacks of them, that are stored as [in, out]
+    and not [out, in]; rules see them turned.
     """
 
     rules: tuple[Rule, ...] = ()

@@ -133,7 +133,7 @@ def attend(
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax of scores [..., H, T, C] over their last axis, with one more logit sinks [H, T or 1] in each row's sum.
+    """The softmax of scores [..., H, T, C] over their last axis, with one more logit sinks [H, T or 1] in a row's sum.
 
     A row then sums to less than 1: the rest is the sink's.
     """
@@ -269,8 +269,8 @@ def experts(
     """Weighted sum of each token's experts: x [..., D], ids [..., k], weights fp32 [..., k] -> [..., D].
 
     gate_up: [E, 2F, D] with the gate's rows first (gated False: [E, F, D], up alone), its bias [E, 2F]; down: [E, D,
-    F], its bias [E, D]. kind, numbers: as of `gate`. Tokens are sorted by expert, so that each expert runs once, on one slice; no token is dropped.
-    The sum over k is made in fp32, in the order of `ids`.
+    F], its bias [E, D]. kind, numbers: as of `gate`. Tokens are sorted by expert, so that each expert runs once, on one
+    slice; no token is dropped. The sum over k is made in fp32, in the order of `ids`.
     """
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])

@@ -164,7 +164,7 @@ OPERATIONS: dict[str, Operation] = {
     "soft_cap": Operation("c * tanh(x / c)", _same, _pointwise(4)),
     "clip": Operation("x limited to [-limit, limit]", _same, _pointwise(1)),
     "select_rows": Operation("x [N, D], rows [R] -> [R, D]", _select_rows),
-    "logits": Operation("x [R, D] -> x E^T + b in fp32 [R, V]; weights E [V, D], b [V] or none", _logits, _matrix_flops),
+    "logits": Operation("x [R, D] -> x E^T + b in fp32 [R, V]; E [V, D], b [V] or none", _logits, _matrix_flops),
 }
 
 # Names that the set reserves: latent attention comes with its families, collectives with parallelism.

@@ -37,10 +37,11 @@ class RouterSpec:
 
     scores: "softmax" or "sigmoid" of all logits; "topk_softmax" selects by the logits and takes the softmax over the
     chosen; "sparse_mixer" chooses two, each with its share among those that `jitter` calls close to it, and has nothing
-    of what follows but scale. A per-expert selection bias, where there is one, is added to the scores for selection only. groups > 0: the
-    experts form so many groups of consecutive ones, and only those of the top_groups best groups are eligible; a group
-    scores its "best" selection score or the sum of its "two_best". masked: what ineligible experts have: "zero" makes
-    their scores 0 (selection and weight), "minus_infinity" keeps them from being selected. Ties select the lower index.
+    of what follows but scale. A per-expert selection bias, where there is one, is added to the scores for selection
+    only. groups > 0: the experts form so many groups of consecutive ones, and only those of the top_groups best groups
+    are eligible; a group scores its "best" selection score or the sum of its "two_best". masked: what ineligible
+    experts have: "zero" makes their scores 0 (selection and weight), "minus_infinity" keeps them from being selected.
+    Ties select the lower index.
     The weights are the scores of the chosen; renormalise: divided by their sum + 1e-20 "never", "always", or where
     "several" are chosen; least_sum > 0: by their sum or that, whichever is more; then times scale.
     """

@@ -131,7 +131,8 @@ def _rms_norm(low: Lowering, op: Op) -> bool:
 def _layer_norm(low: Lowering, op: Op) -> bool:
     heads, width = low.heads(op.inputs[0])
     own = any(ref is not None and len(ref.shape) > 1 for ref in op.weights)  # every head has weights of its own
-    if not low.floats(op.inputs[0]) or not all(low.is_vector(ref, heads * width if own else width) for ref in op.weights):
+    size = heads * width if own else width
+    if not low.floats(op.inputs[0]) or not all(low.is_vector(ref, size) for ref in op.weights):
         return False
     matrices, i, f = tuple(low.matrix(ref) for ref in op.weights), (heads, width, 0, int(own)), (op.attrs["eps"],)
     if not op.attrs.get("unit_offset") or op.weights[0] is None:

@@ -32,8 +32,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A tensor of the file and what it fills. offset is added to its values on the way in. one_row: the file has a vector
-    as a matrix of one row."""
+    """A tensor of the file and what it fills. offset is added to its values on the way in. one_row: the file has a
+    vector as a matrix of one row."""
 
     file: str
     parts: tuple[Part, ...]

@@ -132,7 +132,8 @@ class Packing:
         lines = prod(info.shape[:-1])
         for part in assignment.parts:
             if part not in vectors:
-                rows = Source(storage, raw.ctypes.data, raw.nbytes // lines, row_order(part.rows, info.shape, part.place))
+                order = row_order(part.rows, info.shape, part.place)
+                rows = Source(storage, raw.ctypes.data, raw.nbytes // lines, order)
                 fill(weights[part.name], rows, part.place, threads)
 
 
