@@ -33,7 +33,9 @@ bool route_holds(const PlaitOp &op) {
   };
   if (experts < 1 || experts > kMaxExperts) return no("experts are out of range");
   if (top_k < 1 || top_k > experts) return no("there are not as many");
-  if (op.i[2] < PLAIT_SCORES_SOFTMAX || op.i[2] > PLAIT_SCORES_TOPK_SOFTMAX) return no("unknown scores");
+  if (op.i[2] < PLAIT_SCORES_SOFTMAX || op.i[2] > PLAIT_SCORES_SPARSE_MIXER) return no("unknown scores");
+  if (op.i[2] == PLAIT_SCORES_SPARSE_MIXER && (top_k != 2 || groups != 0 || op.i[3] != 0))
+    return no("a sparse mixer takes two, without groups or renormalising");
   if (groups == 0) return true;
   if (groups < 0 || experts % groups != 0) return no("groups do not divide the experts");
   if (top_groups < 1 || top_groups > groups) return no("there are not as many groups");
@@ -57,8 +59,11 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
         kernels.rms_norm(x + h * n, vector(0), n, op.f[0], op.i[2] != 0, y + h * n);
       break;
     case PLAIT_OP_LAYER_NORM:
-      for (int64_t h = 0, n = op.i[1]; h < op.i[0]; h++)
-        kernels.layer_norm(x + h * n, vector(0), vector(1), n, op.f[0], y + h * n);
+      for (int64_t h = 0, n = op.i[1]; h < op.i[0]; h++) {
+        const int64_t own = op.i[3] != 0 ? h * n : 0;  // of a head that has weights of its own
+        const float *weight = vector(0), *bias = vector(1);
+        kernels.layer_norm(x + h * n, weight ? weight + own : nullptr, bias ? bias + own : nullptr, n, op.f[0], y + h * n);
+      }
       break;
     case PLAIT_OP_ROTATE:
       if (op.i[4] > 0 && x != y) {
@@ -72,11 +77,18 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
         float factor;
         kernels.activate(op.i[0], x, 1, &factor);
         kernels.scale(in[1], factor, width, y);
+      } else if (op.i[0] == PLAIT_ACT_CLAMPED_SWIGLU) {
+        kernels.clamped_swiglu(x, in[1], width, op.f[0], op.f[1], y);
       } else {
         kernels.gate(op.i[0], x, in[1], width, y);
       }
       break;
-    case PLAIT_OP_ACTIVATE: kernels.activate(op.i[0], x, width, y); break;
+    case PLAIT_OP_ACTIVATE:
+      if (op.i[0] == PLAIT_ACT_XIELU)
+        kernels.xielu(x, width, *vector(0), *vector(1), *vector(2), *vector(3), y);
+      else
+        kernels.activate(op.i[0], x, width, y);
+      break;
     case PLAIT_OP_ADD: kernels.add(x, in[1], width, y); break;
     case PLAIT_OP_SCALE: kernels.scale(x, op.f[0], width, y); break;
     case PLAIT_OP_SOFT_CAP: kernels.soft_cap(x, op.f[0], width, y); break;
@@ -94,6 +106,8 @@ void run_row_op(const Kernels &kernels, const PlaitOp &op, int64_t width, const 
       route.scores = op.i[2];
       route.renormalise = op.i[3] != 0;
       route.scale = op.f[0];
+      route.jitter = op.f[1];
+      route.least_sum = op.f[2];
       route.groups = op.i[4];
       route.top_groups = op.i[5];
       route.two_best = (op.i[6] & PLAIT_ROUTE_TWO_BEST) != 0;
@@ -133,6 +147,7 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
     case PLAIT_OP_GATE: first = op->i[1] != 0 ? 1 : width; break;
     case PLAIT_OP_ROUTE:
       if (!route_holds(*op)) return -1;
+      if (op->i[2] == PLAIT_SCORES_SPARSE_MIXER && weights && weights[0]) return fail("a sparse mixer has no bias");
       first = op->i[0], width = op->i[1];
       break;
     default: break;
@@ -140,8 +155,10 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
   if (width <= 0) return fail("operation %d on rows of %lld numbers", op->kind, static_cast<long long>(width));
   if (op->kind == PLAIT_OP_EMBED) {
     const int32_t *ids = reinterpret_cast<const int32_t *>(in[0]);
+    const int64_t offset = op->i[0] != 0 ? op->i[1] : 0;
     for (int64_t r = 0; r < rows; r++)
-      if (ids[r] < 0 || ids[r] >= weights[0]->rows) return fail("id %d is no row of the matrix", ids[r]);
+      if (ids[r] + offset < 0 || ids[r] + offset >= weights[0]->rows)
+        return fail("id %d is no row of the matrix", ids[r]);
   }
   const PlaitMatrix *const none[6] = {};
   const bool two = op->kind == PLAIT_OP_ROTATE || op->kind == PLAIT_OP_GATE || op->kind == PLAIT_OP_ADD;
@@ -149,7 +166,8 @@ int32_t plait_row_op(const char *isa, const PlaitOp *op, const float *const *in,
   for (int64_t r = 0; r < rows; r++) {
     const float *const from[3] = {in[0] + r * first, two ? in[1] + r * second : nullptr, nullptr};
     float *const to[3] = {out[0] + r * width, op->kind == PLAIT_OP_ROUTE ? out[1] + r * width : nullptr, nullptr};
-    const int64_t number = numbered ? reinterpret_cast<const int32_t *>(in[0])[r] : 0;
+    const bool moved = op->kind == PLAIT_OP_EMBED && op->i[0] != 0;
+    const int64_t number = numbered ? reinterpret_cast<const int32_t *>(in[0])[r] + (moved ? op->i[1] : 0) : 0;
     run_row_op(*kernels, *op, op->kind == PLAIT_OP_QUANTISE ? first : width, from, to, weights ? weights : none, table,
                number);
   }

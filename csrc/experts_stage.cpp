@@ -153,6 +153,8 @@ void Experts::gated() {
       product.up_bias = bias == nullptr ? nullptr : bias + (parts_ * e + 1) * hidden_;
     }
     product.activation = op_.i[0];
+    product.alpha = op_.f[0];
+    product.limit = op_.f[1];
     if (work_.apart[e] == 0) {
       product.x = slot(op_.out[2], first);
       product.x_stride = plan_.buffers[op_.out[2]].row_bytes / top_k_;

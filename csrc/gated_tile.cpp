@@ -30,7 +30,9 @@ void tile(const Kernels &kernels, const GatedProduct &p, int64_t group0, int64_t
     float *gate = products[0] + (t - token0) * stride, *up = products[1] + (t - token0) * stride;
     uint8_t *out = p.out + t * p.out_stride;
     float *to = p.quantised ? gate : reinterpret_cast<float *>(out) + first;
-    if (p.two)
+    if (p.two && p.activation == PLAIT_ACT_CLAMPED_SWIGLU)
+      kernels.clamped_swiglu(gate, up, width, p.alpha, p.limit, to);
+    else if (p.two)
       kernels.gate(p.activation, gate, up, width, to);
     else
       kernels.activate(p.activation, gate, width, to);

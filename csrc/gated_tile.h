@@ -17,6 +17,7 @@ struct GatedProduct {
   const float *gate_bias, *up_bias;  // or null
   bool two;                          // whether there is `up`
   int32_t activation;
+  float alpha, limit;                // the activation's numbers, where it has some
   const uint8_t *x;  // records or floats of token 0, x_stride bytes apart
   int64_t x_stride;
   uint8_t *out;  // records, where `quantised`, else floats; out_stride bytes apart

@@ -99,7 +99,14 @@ const float *run_head_rows(const PlaitPlan &plan, const PlaitStep &step, const H
       PlaitOp op = plan.ops[i];
       op.i[0] = static_cast<int32_t>(heads);
       const PlaitMatrix *w[6] = {};
-      for (int k = 0; k < 2; k++) w[k] = op.w[k] < 0 ? nullptr : &plan.matrices[op.w[k]];
+      PlaitMatrix own[2];
+      for (int k = 0; k < 2; k++) {
+        if (op.w[k] < 0) continue;
+        own[k] = plan.matrices[op.w[k]];
+        if (op.kind == PLAIT_OP_LAYER_NORM && op.i[3] != 0)  // weights of these heads only
+          own[k].data = static_cast<const float *>(own[k].data) + item.kv_head * heads * cache.key_width;
+        w[k] = &own[k];
+      }
       const float *const in[3] = {x, op.in[1] < 0 ? nullptr : plan.row(op.in[1], row), nullptr};
       float *const out[3] = {to, nullptr, nullptr};
       run_row_op(*plan.kernels, op, heads * cache.key_width, in, out, w, plan.tables.data(), 0);

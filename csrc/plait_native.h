@@ -193,21 +193,24 @@ typedef struct PlaitBuffer {
 
 // Operations of a plan. in, out: buffer numbers, w: matrix numbers, -1 = none.
 enum {
-  PLAIT_OP_EMBED = 0,        // out0 = rows of w0 for the step's token ids, times f0
+  PLAIT_OP_EMBED = 0,        // out0 = rows of w0 for the step's token ids, times f0; i0 = 1: rows position + i1
   PLAIT_OP_POSITIONS = 1,    // out0 [2, n] = cos, sin of position * table[i0 + k], k < i1 = n, times f0
   PLAIT_OP_LINEAR = 2,       // group of i0 <= 3 products of in0: out_k = in0 w_2k^T (+ vector w_2k+1) (+ in1, k = 0)
-  PLAIT_OP_GATED = 3,        // out0 = act(in0 w0^T + w1) * (in0 w2^T + w3); i0 = activation; out0 may be Q8
+  PLAIT_OP_GATED = 3,        // out0 = act(in0 w0^T + w1) * (in0 w2^T + w3); i0 = activation (f0, f1: its numbers); out0
+                             // may be Q8
   PLAIT_OP_ACTIVATED = 4,    // out0 = act(in0 w0^T + w1); i0 = activation; out0 may be Q8
   PLAIT_OP_RMS_NORM = 5,     // i0 heads of width i1 (heads 1: the whole row); w0 or -1; f0 = eps; i2: 1 + w
-  PLAIT_OP_LAYER_NORM = 6,   // w0, w1 or -1; f0 = eps; i0 heads of width i1
+  PLAIT_OP_LAYER_NORM = 6,   // w0, w1 or -1; f0 = eps; i0 heads of width i1; i3 = 1: a row of weights for each head
   PLAIT_OP_ROTATE = 7,       // in0 with angles in1; i0 heads of width i1, of which i2 rotate, from number i4 on; i3: 0
                              // halves, 1 adjacent
   PLAIT_OP_WRITE_KV = 8,     // in0 keys, in1 values into cache i0 (number of a PlaitCache); of a latent cache: in0 the
                              // first latent_width numbers of the key, in1 the others (-1 where there are none)
   PLAIT_OP_ATTEND = 9,       // out0 = attention of in0 over cache i0; i1 heads, i2 window; f0 scale, f1 soft cap;
                              // w0: sinks (vector [heads]) or -1; out0 may be Q8
-  PLAIT_OP_GATE = 10,        // out0 = act(in0) * in1; i0 = activation; i1 = 1: in0 is one number per row
-  PLAIT_OP_ACTIVATE = 11,    // out0 = act(in0); i0 = activation
+  PLAIT_OP_GATE = 10,        // out0 = act(in0) * in1; i0 = activation (f0, f1: its numbers); i1 = 1: in0 is one number
+                             // per row
+  PLAIT_OP_ACTIVATE = 11,    // out0 = act(in0); i0 = activation; of XIELU w0 .. w3: alpha_p, alpha_n, beta, eps (one
+                             // number each)
   PLAIT_OP_ADD = 12,         // out0 = in0 + in1
   PLAIT_OP_SCALE = 13,       // out0 = in0 * f0
   PLAIT_OP_SOFT_CAP = 14,    // out0 = f0 * tanh(in0 / f0)
@@ -215,21 +218,28 @@ enum {
   PLAIT_OP_QUANTISE = 16,    // out0 (Q8) = in0
   PLAIT_OP_COPY = 17,        // out0 = in0
   PLAIT_OP_SELECT_ROWS = 18, // out0 [R] = in0 [N] at the step's logit rows
-  PLAIT_OP_LOGITS = 19,      // in0 [R] times w0^T (soft-capped by f0 if f0 > 0) into the step's logits and best ids
+  PLAIT_OP_LOGITS = 19,      // in0 [R] times w0^T (+ vector w1), soft-capped by f0 if f0 > 0, into the step's logits and
+                             // best ids
   PLAIT_OP_HIDDEN = 20,      // in0 [N] into the step's hidden, where wanted
   PLAIT_OP_HOST = 21,        // the caller computes this one: plait_plan_run returns before it
   PLAIT_OP_ROUTE = 22,       // out0 (I32) = the i1 of i0 experts that the logits in0 choose, best first, out1 = their
                              // weights; w0: selection bias or -1; i2 scores, i3 = 1: renormalised, then times f0;
-                             // i4 groups (0: none), the i5 best of them eligible, i6 flags PLAIT_ROUTE_...
+                             // i4 groups (0: none), the i5 best of them eligible, i6 flags PLAIT_ROUTE_...;
+                             // f1: jitter of SPARSE_MIXER, f2: the least that weights are divided by (0: none)
   PLAIT_OP_EXPERTS = 23,     // out0 = sum over j of in2[j] * expert in1[j] of in0, for i1 experts, i0 = activation;
                              // i2 = 1: gated; w0 = stack of gate and up (i2 = 0: up alone), w1 = its biases or -1,
-                             // w2 = stack of down, w3 = its biases or -1; out1, out2: memory for its work (below)
+                             // w2 = stack of down, w3 = its biases or -1; out1, out2: memory for its work (below);
+                             // f0, f1: the activation's numbers
   PLAIT_OP_ATTEND_LATENT = 24  // out0 [i1 heads * i3] = latent attention of in0 [heads * (i2 + rotary)] over cache i0,
                              // f0 scale; w0, w1, i4 form PLAIT_LATENT_..., f1: below
 };
 // Scores of ROUTE: the softmax or the sigmoid of all logits, or the logits, with the softmax over the chosen. A NaN
-// among them makes every weight NaN.
-enum { PLAIT_SCORES_SOFTMAX = 0, PLAIT_SCORES_SIGMOID = 1, PLAIT_SCORES_TOPK_SOFTMAX = 2 };
+// among them makes every weight NaN. SPARSE_MIXER: the two largest logits, each with its share in the softmax of those
+// that are close to it, the second without the first; a logit s is far from the largest, m, where
+// (m - s) / max(|s|, m) > 2 f1. It has no bias and no groups, and is not renormalised.
+enum {
+  PLAIT_SCORES_SOFTMAX = 0, PLAIT_SCORES_SIGMOID = 1, PLAIT_SCORES_TOPK_SOFTMAX = 2, PLAIT_SCORES_SPARSE_MIXER = 3
+};
 // A group scores the sum of its two best selection scores, not its best; experts that are not eligible have scores of 0,
 // and are not kept from being chosen.
 enum { PLAIT_ROUTE_TWO_BEST = 1, PLAIT_ROUTE_MASKED_ZERO = 2 };
@@ -250,7 +260,12 @@ enum { PLAIT_ROUTE_TWO_BEST = 1, PLAIT_ROUTE_MASKED_ZERO = 2 };
 enum { PLAIT_LATENT_AUTO = 0, PLAIT_LATENT_EXPANDED = 1, PLAIT_LATENT_ABSORBED = 2 };
 enum {
   PLAIT_ACT_SILU = 0, PLAIT_ACT_GELU = 1, PLAIT_ACT_GELU_TANH = 2, PLAIT_ACT_RELU = 3, PLAIT_ACT_RELU_SQUARED = 4,
-  PLAIT_ACT_SIGMOID = 5
+  PLAIT_ACT_SIGMOID = 5,
+  // g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up limited to [-limit, limit]; alpha, limit: f0, f1. For gates.
+  PLAIT_ACT_CLAMPED_SWIGLU = 6,
+  // p x^2 + beta x where x > 0, else n (e^min(x, eps) - 1 - x) + beta x, with p = softplus(alpha_p) and
+  // n = beta + softplus(alpha_n). For ACTIVATE.
+  PLAIT_ACT_XIELU = 7
 };
 typedef struct PlaitOp {
   int32_t kind;

@@ -53,6 +53,7 @@ class Checker {
     const PlaitOp &op = *op_;
     switch (op.kind) {
       case PLAIT_OP_EMBED:
+        if (op.i[0] != 0 && op.i[1] < 0) return wrong("rows from position + %d on", op.i[1]);
         return matrix(0) && out(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, weight(0).cols);
       case PLAIT_OP_POSITIONS:
         if (op.i[1] < 1 || op.i[0] < 0 || int64_t{op.i[0]} + op.i[1] > num_table_floats_)
@@ -67,7 +68,8 @@ class Checker {
       case PLAIT_OP_RMS_NORM:
       case PLAIT_OP_LAYER_NORM:
         if (op.i[0] < 1 || op.i[1] < 1) return wrong("%d heads of width %d", op.i[0], op.i[1]);
-        return vector_or_none(0, op.i[1]) && vector_or_none(op.kind == PLAIT_OP_LAYER_NORM ? 1 : 0, op.i[1]) &&
+        return vector_or_none(0, norm_weights()) &&
+               vector_or_none(op.kind == PLAIT_OP_LAYER_NORM ? 1 : 0, norm_weights()) &&
                map(int64_t{op.i[0]} * op.i[1], 1);
       case PLAIT_OP_ROTATE:
         if (op.i[0] < 1 || op.i[2] < 2 || op.i[2] % 2 != 0 || op.i[4] < 0 || int64_t{op.i[4]} + op.i[2] > op.i[1])
@@ -102,9 +104,9 @@ class Checker {
         return attend_latent();
       case PLAIT_OP_GATE:
         if (op.i[1] != 0) return activation() && one_factor();
-        return activation() && map(-1, 2);
+        return activation(true) && map(-1, 2);
       case PLAIT_OP_ACTIVATE:
-        return activation() && map(-1, 1);
+        return (op.i[0] == PLAIT_ACT_XIELU ? four_numbers() : activation()) && map(-1, 1);
       case PLAIT_OP_ADD:
         return map(-1, 2);
       case PLAIT_OP_SCALE:
@@ -126,7 +128,7 @@ class Checker {
                                                              static_cast<long long>(weight(0).rows), plan_.vocab_size);
         if (plan_.sampled_ids < 1 || plan_.sampled_ids > plan_.vocab_size)
           return wrong("%d of %d columns to sample from", plan_.sampled_ids, plan_.vocab_size);
-        return true;
+        return vector_or_none(1, plan_.vocab_size);
       case PLAIT_OP_HIDDEN:
         return is_buffer(op.in[0], "input") &&
                in(0, PLAIT_KIND_F32, PLAIT_ROWS_TOKENS, buffer(op.in[0]).width);
@@ -312,8 +314,21 @@ class Checker {
   bool cache(int32_t c) const {
     return (c >= 0 && c < int64_t(plan_.caches.size())) || wrong("no cache %d", c);
   }
-  bool activation() const {
-    return (op_->i[0] >= PLAIT_ACT_SILU && op_->i[0] <= PLAIT_ACT_SIGMOID) || wrong("activation %d", op_->i[0]);
+  // gate: whether it may be one that makes something of the other factor too.
+  bool activation(bool gate = false) const {
+    const int32_t last = gate ? PLAIT_ACT_CLAMPED_SWIGLU : PLAIT_ACT_SIGMOID;
+    if (op_->i[0] < PLAIT_ACT_SILU || op_->i[0] > last) return wrong("activation %d", op_->i[0]);
+    return op_->i[0] != PLAIT_ACT_CLAMPED_SWIGLU || op_->f[1] > 0 || wrong("no limit above 0");
+  }
+  bool four_numbers() const {
+    for (int32_t k = 0; k < 4; k++)
+      if (op_->w[k] < 0 || !vector_or_none(k, 1)) return op_->w[k] >= 0 ? false : wrong("no number %d", k);
+    return true;
+  }
+  // Of a norm: one head's, or every head's own.
+  int64_t norm_weights() const {
+    const bool own = op_->kind == PLAIT_OP_LAYER_NORM && op_->i[3] != 0;
+    return own ? int64_t{op_->i[0]} * op_->i[1] : op_->i[1];
   }
 
   bool linear() const {
@@ -333,7 +348,7 @@ class Checker {
   bool gated() const {
     const PlaitOp &op = *op_;
     const int32_t matrices = op.kind == PLAIT_OP_GATED ? 2 : 1;
-    if (!activation() || !matrix(0) || !is_buffer(op.in[0], "input")) return false;
+    if (!activation(matrices == 2) || !matrix(0) || !is_buffer(op.in[0], "input")) return false;
     const int32_t rows = buffer(op.in[0]).rows;
     for (int32_t k = 0; k < matrices; k++) {
       if (!matrix(2 * k) || !vector_or_none(2 * k + 1, weight(2 * k).rows)) return false;
@@ -346,6 +361,7 @@ class Checker {
   bool route() const {
     const PlaitOp &op = *op_;
     if (!route_holds(op) || !is_buffer(op.out[0], "output")) return false;
+    if (op.i[2] == PLAIT_SCORES_SPARSE_MIXER && op.w[0] >= 0) return wrong("a sparse mixer has no bias");
     return vector_or_none(0, op.i[0]) && in(0, PLAIT_KIND_F32, out_rows(), op.i[0]) &&
            out(0, PLAIT_KIND_I32, out_rows(), op.i[1]) && out(1, PLAIT_KIND_F32, out_rows(), op.i[1]) && apart();
   }
@@ -380,7 +396,7 @@ class Checker {
     const PlaitOp &op = *op_;
     const int64_t count = op.i[1], parts = op.i[2] != 0 ? 2 : 1;
     if (count < 1 || count > kMaxExperts) return wrong("%d experts", op.i[1]);
-    if (!activation() || !matrix(0) || !matrix(2)) return false;
+    if (!activation(parts == 2) || !matrix(0) || !matrix(2)) return false;
     for (int32_t k = 0; k < 3; k++)
       if (!is_buffer(op.in[k], "input") || !is_buffer(op.out[k], "output")) return false;
     const int64_t width = weight(0).cols, hidden = weight(2).cols, top_k = buffer(op.in[1]).width;

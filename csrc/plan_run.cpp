@@ -36,6 +36,7 @@ class Run {
   }
 
   int check();
+  int check_positions(const PlaitOp &op) const;
   void begin();
   void copy_blocks();
   void stage(const Stage &stage);
@@ -126,10 +127,31 @@ int Run::check() {
     if (op.kind == PLAIT_OP_LOGITS && s.num_rows > 0 && (s.best_ids == nullptr || s.best_values == nullptr))
       return fail("nowhere to put the best ids");
     if (op.kind != PLAIT_OP_EMBED) continue;
+    if (op.i[0] != 0) {
+      if (check_positions(op) != 0) return -1;
+      continue;
+    }
     for (int32_t t = 0; t < s.num_tokens; t++)
       if (s.token_ids[t] < 0 || s.token_ids[t] >= plan_.matrices[op.w[0]].rows)
         return fail("token id %d of %lld", s.token_ids[t], static_cast<long long>(plan_.matrices[op.w[0]].rows));
   }
+  return 0;
+}
+
+// That a table of positions has a row for every token.
+int Run::check_positions(const PlaitOp &op) const {
+  const PlaitStep &s = step_;
+  const int64_t rows = plan_.matrices[op.w[0]].rows;
+  const auto known = [&](int64_t position) { return position >= 0 && position + op.i[1] < rows; };
+  const auto no = [&](int64_t position) {
+    return fail("position %lld of a table of %lld", static_cast<long long>(position),
+                static_cast<long long>(rows - op.i[1]));
+  };
+  for (int32_t t = 0; t < s.num_tokens && s.positions != nullptr; t++)
+    if (!known(s.positions[t])) return no(s.positions[t]);
+  for (int32_t q = 0; q < s.num_sequences && s.positions == nullptr; q++)
+    if (s.query_start[q + 1] > s.query_start[q] && !known(int64_t{s.context_len[q]} - 1))
+      return no(int64_t{s.context_len[q]} - 1);
   return 0;
 }
 
@@ -205,9 +227,9 @@ void Run::row_op(const PlaitOp &op, int64_t row0, int64_t row1) {
   const PlaitMatrix *w[6];
   for (int k = 0; k < 6; k++) w[k] = op.w[k] < 0 ? nullptr : &plan_.matrices[op.w[k]];
   const int64_t width = plan_.buffers[op.out[0]].width;
-  const int32_t *numbers = op.kind == PLAIT_OP_EMBED ? step_.token_ids
-                           : op.kind == PLAIT_OP_POSITIONS ? positions_
-                                                           : nullptr;
+  const bool by_position = op.kind == PLAIT_OP_POSITIONS || (op.kind == PLAIT_OP_EMBED && op.i[0] != 0);
+  const int32_t *numbers = by_position ? positions_ : op.kind == PLAIT_OP_EMBED ? step_.token_ids : nullptr;
+  const int64_t offset = op.kind == PLAIT_OP_EMBED && by_position ? op.i[1] : 0;
   for (int64_t r = row0; r < row1; r++) {
     const float *in[3];
     float *out[3];
@@ -215,7 +237,7 @@ void Run::row_op(const PlaitOp &op, int64_t row0, int64_t row1) {
       in[k] = op.in[k] < 0 ? nullptr : plan_.row(op.in[k], r);
       out[k] = op.out[k] < 0 ? nullptr : plan_.row(op.out[k], r);
     }
-    run_row_op(kernels_, op, width, in, out, w, plan_.tables.data(), numbers == nullptr ? 0 : numbers[r]);
+    run_row_op(kernels_, op, width, in, out, w, plan_.tables.data(), numbers == nullptr ? 0 : numbers[r] + offset);
   }
 }
 
@@ -360,6 +382,8 @@ void Run::gated(const PlaitOp &op, int64_t tokens) {
     product.up_bias = plan_.vector(op.w[3]);
   }
   product.activation = op.i[0];
+  product.alpha = op.f[0];
+  product.limit = op.f[1];
   product.x = plan_.at(op.in[0]);
   product.x_stride = in.row_bytes;
   product.out = plan_.at(op.out[0]);
@@ -471,6 +495,8 @@ void Run::logits_tile(const PlaitOp &op, int64_t panel0, int64_t panel1, int64_t
     args.out = reinterpret_cast<float *>(scratch());
     args.out_stride = kLogitPanels * kPanelRows;
   }
+  const float *bias = plan_.vector(op.w[1]);
+  args.bias = bias == nullptr ? nullptr : bias + column;
   kernels_.matmul[matrix.layout](args, 0, panel1 - panel0, 0, row1 - row0);
   const int64_t sampled = std::min(matrix.rows, plan_.sampled_ids - column);
   for (int64_t r = row0; r < row1; r++) {

@@ -97,6 +97,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.3,
     },
     "dots1": {**_COMMON, **_SIGMOID, "model_type": "dots1", "sliding_window": 9, "max_window_layers": 1},
+    "gpt_oss": {
+        **_COMMON,
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "sliding_window": 9,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+    },
+    "phimoe": {
+        **_COMMON,
+        "model_type": "phimoe",
+        "num_local_experts": 5,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "bos_token_id": None,
+    },
+    "ernie4_5_moe": {
+        **_COMMON,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_norm_min": 0.9,
+        "use_bias": True,
+    },
     "glm4_moe": {**_COMMON, **_SIGMOID, "model_type": "glm4_moe", "use_qk_norm": True, "head_dim": 8},
 }
 

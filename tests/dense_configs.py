@@ -11,6 +11,8 @@ def dense_configs(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
     opt = {key: value for key, value in common.items() if key not in ("intermediate_size", "num_key_value_heads")}
     configs = {
         "gemma2": {**common, "head_dim": 8, "sliding_window": 13, "query_pre_attn_scalar": 10},
+        "gemma": {**common, "head_dim": 8},
+        "apertus": {**common, "pad_token_id": None},
         "phi3": {**common, "sliding_window": 11, "partial_rotary_factor": 0.75, "pad_token_id": None},
         "olmo": {**common, "clip_qkv": 3.0},
         "olmo2": common,
@@ -30,7 +32,7 @@ def dense_configs(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "pad_token_id": None,
         },
         "starcoder2": {**common, "sliding_window": 11},
-        "cohere": common,
+        "cohere": {**common, "use_qk_norm": True},
         "cohere2": {**common, "num_hidden_layers": 4, "sliding_window": 13},
         "stablelm": {**common, "partial_rotary_factor": 0.75, "use_qkv_bias": True},
         "phi": {**common, "partial_rotary_factor": 0.75},

@@ -42,7 +42,7 @@ struct RouteArgs {
   int64_t experts, top_k;
   int32_t scores;       // PLAIT_SCORES_...
   bool renormalise;
-  float scale;
+  float scale, jitter, least_sum;
   int64_t groups, top_groups;  // groups 0 = none
   bool two_best, masked_zero;
 };
@@ -67,6 +67,8 @@ struct Kernels {
                  float *out);
   void (*activate)(int32_t kind, const float *x, int64_t n, float *out);
   void (*gate)(int32_t kind, const float *x, const float *y, int64_t n, float *out);
+  void (*clamped_swiglu)(const float *x, const float *y, int64_t n, float alpha, float limit, float *out);
+  void (*xielu)(const float *x, int64_t n, float alpha_p, float alpha_n, float beta, float eps, float *out);
   void (*add)(const float *x, const float *y, int64_t n, float *out);
   void (*scale)(const float *x, float factor, int64_t n, float *out);
   void (*soft_cap)(const float *x, float limit, int64_t n, float *out);

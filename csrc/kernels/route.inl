@@ -68,6 +68,25 @@ PLAIT_INLINE void best_groups(const RouteArgs &a, const float *selection, bool *
   for (int64_t i = 0; i < a.top_groups; i++) memset(eligible + take_highest(keys, a.groups) * size, 1, (size_t)size);
 }
 
+// Of each of the two largest logits its share in the softmax of those that are close to it.
+PLAIT_INLINE void sparse_mixer(const RouteArgs &a, int32_t *ids, float *weights) {
+  float left[kMaxExperts], shares[kMaxExperts];
+  memcpy(left, a.logits, (size_t)a.experts * sizeof(float));
+  for (int j = 0; j < 2; j++) {
+    float best;
+    const int64_t at = arg_max(left, a.experts, &best);
+    for (int64_t e = 0; e < a.experts; e++) {
+      const float s = a.logits[e], size = s < 0 ? -s : s;
+      const bool far = (best - s) / (size > best ? size : best) > 2 * a.jitter;
+      shares[e] = far ? -__builtin_inff() : left[e];
+    }
+    softmax(shares, a.experts, best, shares);
+    ids[j] = (int32_t)at;
+    weights[j] = shares[at];
+    left[at] = -__builtin_inff();
+  }
+}
+
 }  // namespace routing
 
 static void route(const RouteArgs &a, int32_t *ids, float *weights) {
@@ -92,6 +111,11 @@ static void route(const RouteArgs &a, int32_t *ids, float *weights) {
     }
     return;
   }
+  if (a.scores == PLAIT_SCORES_SPARSE_MIXER) {
+    routing::sparse_mixer(a, ids, weights);
+    if (a.scale != 1.0f) scale(weights, a.scale, k, weights);
+    return;
+  }
   if (a.groups > 0) {
     bool eligible[kMaxExperts];
     routing::best_groups(a, selection, eligible);
@@ -113,7 +137,8 @@ static void route(const RouteArgs &a, int32_t *ids, float *weights) {
   if (a.renormalise) {
     float sum = 0;
     for (int64_t j = 0; j < k; j++) sum += weights[j];
-    for (int64_t j = 0; j < k; j++) weights[j] /= sum + 1e-20f;
+    const float divisor = a.least_sum > sum ? a.least_sum : a.least_sum > 0 ? sum : sum + 1e-20f;
+    for (int64_t j = 0; j < k; j++) weights[j] /= divisor;
   }
   if (a.scale != 1.0f) scale(weights, a.scale, k, weights);
 }

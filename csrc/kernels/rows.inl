@@ -261,6 +261,44 @@ static void gate(int32_t kind, const float *x, const float *y, int64_t n, float 
   rows::with_activation(kind, [=](auto f) PLAIT_LAMBDA_INLINE { rows::each_long(x, y, n, out, f); });
 }
 
+// A NaN passes every limit.
+static void clamped_swiglu(const float *x, const float *y, int64_t n, float alpha, float limit, float *out) {
+  const vf high = splat(limit), low = -high, factor = splat(alpha), one = splat(1.0f);
+  rows::each_pair(x, y, n, out, [=](vf v, vf u) PLAIT_LAMBDA_INLINE {
+    const vf g = high < v ? high : v, below = high < u ? high : u, w = low > below ? low : below;
+    return g / (one + exp(-(factor * g))) * (w + one);
+  });
+}
+
+namespace rows {
+
+// e^m - 1 - x for m = min(x, eps), x <= 0: near 0 by its series, where the difference of e^m and 1 would lose digits.
+PLAIT_INLINE vf expm1_less(vf x, vf eps) {
+  const vf m = eps < x ? eps : x;
+  vf p = splat(1.0f / 40320);
+  p = fma(p, m, splat(1.0f / 5040));
+  p = fma(p, m, splat(1.0f / 720));
+  p = fma(p, m, splat(1.0f / 120));
+  p = fma(p, m, splat(1.0f / 24));
+  p = fma(p, m, splat(1.0f / 6));
+  p = fma(p, m, splat(0.5f));
+  const vf near = fma(p * m, m, m - x), far = exp(m) - splat(1.0f) - x;
+  return m > splat(-0.4f) ? near : far;
+}
+
+PLAIT_INLINE float softplus(float x) { return x > 20 ? x : __builtin_log1pf(__builtin_expf(x)); }
+
+}  // namespace rows
+
+static void xielu(const float *x, int64_t n, float alpha_p, float alpha_n, float beta, float eps, float *out) {
+  const vf positive = splat(rows::softplus(alpha_p)), negative = splat(beta + rows::softplus(alpha_n));
+  const vf slope = splat(beta), least = splat(eps);
+  rows::each(x, n, out, [=](vf v) PLAIT_LAMBDA_INLINE {
+    const vf curve = v > vf{} ? positive * v * v : negative * rows::expm1_less(v, least);
+    return fma(slope, v, curve);
+  });
+}
+
 static void add(const float *x, const float *y, int64_t n, float *out) {
   rows::each_pair(x, y, n, out, [](vf v, vf u) { return v + u; });
 }

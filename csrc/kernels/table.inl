@@ -17,7 +17,7 @@ const Kernels kKernels = {
     {matmul_f32, matmul_bf16, matmul_f16, matmul_q4_0, matmul_q4_1, matmul_q5_0, matmul_q5_1, matmul_q8_0, matmul_q4_k,
      matmul_q5_k, matmul_q6_k},
     unpack_row,
-    quantise, rms_norm, layer_norm, positions, rotate, activate, gate, add, scale, soft_cap, clip, arg_max,
+    quantise, rms_norm, layer_norm, positions, rotate, activate, gate, clamped_swiglu, xielu, add, scale, soft_cap, clip, arg_max,
     route, weighted_sum,
     write_kv, read_keys, attend, attend_merge,
 };

@@ -258,6 +258,31 @@ void check_rows(const char *isa) {
       near(out[i], value, 1e-5 * fabs(value) + 1e-5, what + ", gate " + std::to_string(act));
     }
   }
+  const float limit = 0.8f;
+  {
+    PlaitOp op = {};
+    op.kind = PLAIT_OP_GATE, op.i[0] = PLAIT_ACT_CLAMPED_SWIGLU, op.i[6] = int32_t(n), op.f[0] = 1.7f, op.f[1] = limit;
+    expect(plait_row_op(isa, &op, in, to, weights, nullptr, rows) == 0, what + ", clamped gate");
+    for (int64_t i = 0; i < rows * n; i++) {
+      const double g = std::min(x[i], limit), u = std::min(std::max(y[i], -limit), limit);
+      near(out[i], g / (1 + exp(-1.7 * g)) * (u + 1), 1e-5, what + ", clamped gate");
+    }
+  }
+  {
+    float numbers[4] = {0.4f, -0.6f, 0.5f, -0.1f};
+    PlaitMatrix one[4];
+    for (int k = 0; k < 4; k++) {
+      one[k] = {PLAIT_LAYOUT_VECTOR, 0, 1, 1, 4, numbers + k};
+      weights[k] = &one[k];
+    }
+    run(PLAIT_OP_ACTIVATE, PLAIT_ACT_XIELU, 0, 0);
+    for (int k = 0; k < 4; k++) weights[k] = nullptr;
+    const double p = log1p(exp(0.4)), m = 0.5 + log1p(exp(-0.6));
+    for (int64_t i = 0; i < rows * n; i++) {
+      const double v = x[i], curve = v > 0 ? p * v * v : m * (expm1(std::min(v, -0.1)) - v);
+      near(out[i], curve + 0.5 * v, 1e-5 * fabs(curve) + 1e-5, what + ", xIELU");
+    }
+  }
   run(PLAIT_OP_ADD, 0, 0, 0);
   for (int64_t i = 0; i < rows * n; i++) near(out[i], double(x[i]) + y[i], 1e-6, what + ", add");
   run(PLAIT_OP_SOFT_CAP, 0, 0, 2.0f);
@@ -309,6 +334,36 @@ void check_route(const char *isa) {
       expect(ids[r * chosen + j] == expected[j], what + ": another expert");
       near(weights[r * chosen + j], 2 / (1 + exp(-scores[expected[j]])), 1e-5, what);
     }
+  }
+}
+
+// The two best, each with its share among those that are close to it.
+void check_sparse_mixer(const char *isa) {
+  const int experts = int(between(2, 40));
+  const std::string what = std::string(isa) + " sparse mixer of " + std::to_string(experts);
+  Array<float> logits(experts), weights(2);
+  Array<int32_t> ids(2);
+  for (int64_t i = 0; i < experts; i++) logits[i] = float(between(-8, 8)) / 4;
+  PlaitOp op = {};
+  op.kind = PLAIT_OP_ROUTE;
+  op.i[0] = experts, op.i[1] = 2, op.i[2] = PLAIT_SCORES_SPARSE_MIXER;
+  op.f[0] = 1, op.f[1] = 0.17f;
+  const float *in[3] = {logits.data(), nullptr, nullptr};
+  float *to[3] = {reinterpret_cast<float *>(ids.data()), weights.data(), nullptr};
+  expect(plait_row_op(isa, &op, in, to, nullptr, nullptr, 1) == 0, what);
+  int taken = -1;
+  for (int j = 0; j < 2; j++) {
+    int at = -1;
+    for (int e = 0; e < experts; e++)
+      if (e != taken && (at < 0 || logits[e] > logits[at])) at = e;
+    double sum = 0;
+    for (int e = 0; e < experts; e++) {
+      const double gap = logits[at] - logits[e], size = std::max<double>(fabs(logits[e]), logits[at]);
+      if (e != taken && (size == 0 || gap / size <= 0.34)) sum += exp(-gap);
+    }
+    expect(ids[j] == at, what + ": another expert");
+    near(weights[j], 1 / sum, 1e-5, what);
+    taken = at;
   }
 }
 
@@ -692,6 +747,7 @@ int main(int argc, char **argv) {
       for (const Format &format : kFormats) check_matmul(isa, format);
       check_rows(isa);
       check_route(isa);
+      check_sparse_mixer(isa);
       check_attention(isa);
     }
     if (part != "kernels") check_plans(isa, rounds);

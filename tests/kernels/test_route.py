@@ -30,7 +30,7 @@ def call(isa: str, spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None
     op = abi.Op(abi.OP_KINDS["route"])
     scores = abi.ROUTER_SCORES[spec.scores]
     op.i[:] = (spec.num_experts, spec.top_k, scores, int(spec.renormalises), spec.groups, spec.top_groups, flags)
-    op.f[0] = spec.scale
+    op.f[:3] = (spec.scale, spec.jitter, spec.least_sum)
     rows = max(len(logits), 1)
     made = Choice(
         np.full((rows, max(spec.top_k, 1)), -7, np.int32), np.full((rows, max(spec.top_k, 1)), -7, np.float32)
@@ -63,6 +63,8 @@ def best(scores: list[float], count: int) -> list[int]:
 
 def brute_force(spec: RouterSpec, logits: list[float], bias: list[float]) -> tuple[list[int], list[float]]:
     """One row, number by number."""
+    if spec.scores == "sparse_mixer":
+        return sparse_mixer(spec, logits)
     if spec.scores == "softmax":
         total = sum(exp(x) for x in logits)
         scores = [exp(x) / total for x in logits]
@@ -86,9 +88,23 @@ def brute_force(spec: RouterSpec, logits: list[float], bias: list[float]) -> tup
         total = sum(exp(w) for w in weights)
         weights = [exp(w) / total for w in weights]
     if spec.renormalises:
-        total = sum(weights) + 1e-20
+        total = max(sum(weights) + 1e-20, spec.least_sum)
         weights = [w / total for w in weights]
     return ids, [w * spec.scale for w in weights]
+
+
+def sparse_mixer(spec: RouterSpec, logits: list[float]) -> tuple[list[int], list[float]]:
+    """The best, and the best of the others: each shares with those that come close to it."""
+    left, ids, weights = list(range(len(logits))), [], []
+    for _ in range(2):
+        (at,) = (left[i] for i in best([logits[e] for e in left], 1))
+        top = logits[at]
+        size = [max(abs(logits[e]), top) for e in left]
+        near = [e for e, d in zip(left, size, strict=True) if d == 0 or (top - logits[e]) / d <= 2 * spec.jitter]
+        weights.append(spec.scale / sum(exp(logits[e] - top) for e in near))
+        ids.append(at)
+        left.remove(at)
+    return ids, weights
 
 
 def agree(isa: str, spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None = None) -> None:
@@ -116,6 +132,15 @@ ROUTERS = [
     RouterSpec(96, 4, "sigmoid", "always", 1.0, 4, 2, "two_best", "minus_infinity"),
     RouterSpec(1, 1, "sigmoid"),
     RouterSpec(1024, 8, "softmax", "always"),
+    RouterSpec(64, 6, "softmax", "always", least_sum=0.4),
+]
+# Binary fractions, so that no logit lies at the border of what is close by rounding alone.
+MIXERS = [
+    RouterSpec(16, 2, "sparse_mixer", jitter=0.01),
+    RouterSpec(9, 2, "sparse_mixer", jitter=0.17, scale=2.5),
+    RouterSpec(40, 2, "sparse_mixer", jitter=0.55),
+    RouterSpec(2, 2, "sparse_mixer", jitter=0.3),
+    RouterSpec(33, 2, "sparse_mixer", jitter=0.0),
 ]
 
 
@@ -126,6 +151,16 @@ def test_routers_of_models(isa: str, spec: RouterSpec, biased: bool) -> None:
     rng = np.random.default_rng(spec.num_experts)
     bias = coarse(rng, spec.num_experts) / 16 if biased else None
     agree(isa, spec, coarse(rng, 7, spec.num_experts), bias)
+
+
+@every_isa
+@pytest.mark.parametrize("spec", MIXERS, ids=lambda s: f"{s.num_experts}-{s.jitter}")
+def test_sparse_mixers(isa: str, spec: RouterSpec) -> None:
+    rng = np.random.default_rng(spec.num_experts)
+    logits = coarse(rng, 40, spec.num_experts)
+    logits[0] = -1.5  # equal ones: the first two, and shares of all that are left
+    logits[1] = np.minimum(logits[1], 0)
+    agree(isa, spec, logits)
 
 
 @every_isa
@@ -175,6 +210,17 @@ def test_a_nan_reaches_every_weight_and_no_id_is_out_of_range(isa: str, scores: 
 
 
 @every_isa
+def test_a_nan_in_a_sparse_mixer_reaches_both_weights_and_a_bias_is_refused(isa: str) -> None:
+    logits = np.linspace(-1, 1, 2 * 19, dtype=np.float32).reshape(2, 19)
+    logits[0, 4] = np.nan
+    spec = RouterSpec(19, 2, "sparse_mixer", jitter=0.1)
+    made = route(isa, spec, logits)
+    assert np.isnan(made.weights[0]).all() and np.isfinite(made.weights[1]).all()
+    status, _ = call(isa, spec, logits, np.zeros(19, np.float32))
+    assert status == -1 and "bias" in native.native_library().functions.plait_last_error().decode()
+
+
+@every_isa
 @pytest.mark.parametrize("value", [np.inf, -np.inf, 3e38, -3e38])
 @pytest.mark.parametrize("spec", ROUTERS[:8], ids=lambda s: f"{s.num_experts}-{s.scores}-{s.groups}")
 def test_extreme_logits_choose_different_experts_in_range(isa: str, spec: RouterSpec, value: float) -> None:
@@ -197,6 +243,8 @@ def test_extreme_logits_choose_different_experts_in_range(isa: str, spec: Router
         (RouterSpec(0, 1), "out of range"),
         (RouterSpec(8, 9), "not as many"),
         (RouterSpec(8, 0), "not as many"),
+        (RouterSpec(8, 3, "sparse_mixer"), "takes two"),
+        (RouterSpec(8, 2, "sparse_mixer", groups=4, top_groups=2), "takes two"),
         (RouterSpec(8, 2, groups=3, top_groups=1), "do not divide"),
         (RouterSpec(8, 2, groups=4, top_groups=5), "not as many groups"),
         (RouterSpec(8, 2, groups=8, top_groups=4, group_score="two_best"), "no two best"),

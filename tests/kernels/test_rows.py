@@ -111,6 +111,18 @@ def test_norm_of_every_head(isa):
 
 @needs_library
 @every_isa
+def test_norm_of_every_head_with_weights_of_its_own(isa):
+    x, w, b = normal(3, 5 * 23), normal(5 * 23, seed=1), normal(5 * 23, seed=2)
+    heads, weight, bias = double(x).reshape(3, 5, 23), double(w).reshape(5, 23), double(b).reshape(5, 23)
+    truth = torch.nn.functional.layer_norm(heads, (23,), None, None, 1e-6) * weight
+    i = {0: 5, 1: 23, 3: 1}
+    assert_close(run(isa, "layer_norm", [x], i=i, f=(1e-6,), weights=(w,)), truth.reshape(3, -1), 1e-5, 1e-6)
+    out = run(isa, "layer_norm", [x], i=i, f=(1e-6,), weights=(w, b))
+    assert_close(out, (truth + bias).reshape(3, -1), 1e-5, 1e-6)
+
+
+@needs_library
+@every_isa
 @widths
 @pytest.mark.parametrize("weighted,shifted", [(True, True), (True, False), (False, False)])
 def test_layer_norm(isa, width, weighted, shifted):
@@ -198,6 +210,45 @@ def test_activations(isa, kind):
 
 @needs_library
 @every_isa
+@pytest.mark.parametrize(("alpha", "limit"), [(1.702, 7.0), (0.6, 0.5)])
+def test_clamped_swiglu(isa, alpha, limit):
+    special = np.array(SPECIAL + [-number for number in SPECIAL], np.float32)
+    x = np.concatenate([np.repeat(special, len(special)), np.linspace(-20, 20, 4001, dtype=np.float32)])[None]
+    y = np.concatenate([np.tile(special, len(special)), normal(4001, seed=2) * np.float32(5)])[None]
+    op = {"i": {0: abi.GATES["clamped_swiglu"], 6: x.size}, "f": (alpha, limit)}
+    out = run(isa, "gate", [x, y], **op)
+    finite = np.isfinite(x) | np.isnan(x)
+    truth = reference.gate(double(x), double(y), kind="clamped_swiglu", alpha=alpha, limit=limit)
+    # Infinities as torch has them in fp32; where it has 0 * inf, either way is a NaN.
+    single = reference.gate(
+        torch.from_numpy(x), torch.from_numpy(y), kind="clamped_swiglu", alpha=alpha, limit=limit
+    ).double()
+    truth = torch.where(torch.from_numpy(finite), truth, single)
+    # u + 1 may cancel: the bound is that of its terms.
+    scale = np.abs(np.minimum(np.nan_to_num(x), limit)).max() * 3e-7
+    assert_close(out, truth, 6e-7, max(2e-7, min(scale, 4e-6)))
+    for operand in (0, 1):
+        operands = [x.copy(), y.copy()]
+        assert np.array_equal(run(isa, "gate", operands, out=operands[operand], **op), out, equal_nan=True)
+
+
+@needs_library
+@every_isa
+@pytest.mark.parametrize("numbers", [(0.2, -1.05, 0.5, -1e-6), (1.4, 0.7, 0.3, -0.35), (25.0, -2.0, 0.5, -1.5)])
+def test_xielu(isa, numbers):
+    near = np.concatenate([np.geomspace(1e-6, 3, 300), [0, 1e-30, 50, 1e10]]).astype(np.float32)
+    x = np.concatenate([near, -near, normal(501), [np.inf, np.nan]]).astype(np.float32)[None]
+    weights = tuple(np.array([number], np.float32) for number in numbers)
+    op = {"i": {0: abi.XIELU, 6: x.size}, "weights": weights}
+    out = run(isa, "activate", [x], **op)
+    truth = reference.xielu(double(x), *(double(w) for w in weights))
+    assert_close(out, truth, 1e-6, 3e-7)
+    in_place = x.copy()
+    assert np.array_equal(run(isa, "activate", [in_place], out=in_place, **op), out, equal_nan=True)
+
+
+@needs_library
+@every_isa
 @widths
 def test_one_number_gates_a_row(isa, width):
     x, y = normal(5, 1), normal(5, width, seed=1)
@@ -248,6 +299,12 @@ def test_embed(isa, layout):
     for scale in (1.0, 5.5):
         out = run(isa, "embed", [ids], f=(scale,), weights=(matrix,), out=np.empty((5, 33), np.float32))
         assert np.array_equal(out, reference.embed(torch.from_numpy(ids).long(), numbers, scale=scale).numpy())
+    # By position: five further than the number.
+    out = np.empty((2, 33), np.float32)
+    run(isa, "embed", [ids[3:] - 3], i={0: 1, 1: 5}, f=(1.0,), weights=(matrix,), out=out)
+    assert np.array_equal(out, numbers[[19, 5]].numpy())
+    with pytest.raises(AssertionError, match="no row"):
+        run(isa, "embed", [ids], i={0: 1, 1: 1}, f=(1.0,), weights=(matrix,), out=np.empty((5, 33), np.float32))
     with pytest.raises(AssertionError, match="no row"):
         run(isa, "embed", [np.array([40], np.int32)], f=(1.0,), weights=(matrix,), out=np.empty((1, 33), np.float32))
 

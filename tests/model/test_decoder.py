@@ -42,9 +42,12 @@ def test_a_familys_name_map_takes_random_tensors_there_and_back(family):
     for assignment in bound.outgoing(list(parameters)):
         (first, *_) = assignment.parts
         if first.place is not None:
-            out[assignment.file] = first.place.of(parameters[first.name].detach())
+            out[assignment.file] = first.place.to_file(first.place.of(parameters[first.name].detach()))
             continue
         parts = [(parameters[p.name].detach(), p.rows) for p in assignment.parts]
+        if len(parts) == 1 and parts[0][1] is None:
+            out[assignment.file] = parts[0][0].unsqueeze(0) if assignment.one_row else parts[0][0]
+            continue
         whole = torch.empty(sum(t.shape[0] for t, _ in parts), *parts[0][0].shape[1:])
         for tensor, rows in parts:
             whole[slice(None) if rows is None else torch.from_numpy(rows)] = tensor
@@ -55,7 +58,8 @@ def test_a_familys_name_map_takes_random_tensors_there_and_back(family):
         for part in assignment.parts:
             whole = out[assignment.file]
             target = back[part.name].detach() if part.place is None else part.place.of(back[part.name].detach())
-            target.copy_(whole if part.rows is None else whole[torch.from_numpy(part.rows)])
+            whole = whole if part.rows is None else whole[torch.from_numpy(part.rows)]
+            target.copy_(whole[0] if assignment.one_row else part.place.from_file(whole) if part.place else whole)
     assert all(torch.equal(back[name], p) for name, p in parameters.items())
     assert not plan.skipped
 

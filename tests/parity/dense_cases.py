@@ -20,6 +20,8 @@ _LONGROPE = {
 }
 
 _gemma2 = family("gemma2", **_FOUR_LAYERS | {"hidden_size": 54}, num_key_value_heads=2, head_dim=14)
+_gemma = family("gemma", **SMALL | {"hidden_size": 54}, num_key_value_heads=2, head_dim=14)
+_apertus = family("apertus", **SMALL, num_key_value_heads=2)
 _phi3 = family("phi3", **SMALL, num_key_value_heads=2, pad_token_id=None)
 _olmo = family("olmo", **SMALL)
 _olmo2 = family("olmo2", **SMALL)
@@ -64,6 +66,22 @@ DENSE: tuple[Case, ...] = (
         query_pre_attn_scalar=24,
         rope_theta=300.0,
         hidden_activation="silu",
+    ),
+    _gemma("scaled embeddings, 1 + w, untied", hidden_act="silu", tie_word_embeddings=False),
+    _gemma(
+        "an exact GELU that means tanh, biases, eps 0.02",
+        hidden_act="gelu",
+        attention_bias=True,
+        rope_theta=300.0,
+        rms_norm_eps=0.02,
+    ),
+    _apertus("xIELU, llama3 scaling, eps 0.02", rms_norm_eps=0.02, rope_scaling=_LLAMA3, rope_theta=500.0),
+    _apertus(
+        "biases, tied, a kv head for each head",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_key_value_heads=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     ),
     _phi3("window 9, half of each head rotates", sliding_window=9, partial_rotary_factor=0.5, rope_theta=300.0),
     _phi3("no window, tied, eps 0.02", tie_word_embeddings=True, rms_norm_eps=0.02, num_key_value_heads=None),

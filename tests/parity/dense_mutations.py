@@ -38,6 +38,8 @@ def _attention_faults(c: ModelConfig, a: AttentionSpec) -> Iterator[tuple[str, M
         yield "clip x1.1", _attention(c, lambda a: replace(a, clip=1.1 * a.clip))
     else:
         yield "clip on", _attention(c, lambda a: replace(a, clip=0.3))
+    if a.sinks:
+        yield "sinks dropped", _attention(c, lambda a: replace(a, sinks=False))
     if a.soft_cap:
         yield "attention soft cap off", _attention(c, lambda a: replace(a, soft_cap=0.0))
         yield "attention soft cap x1.1", _attention(c, lambda a: replace(a, soft_cap=1.1 * a.soft_cap))
@@ -52,7 +54,14 @@ def _attention_faults(c: ModelConfig, a: AttentionSpec) -> Iterator[tuple[str, M
 
 
 def state_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, ModelConfig, State]]:
-    """q and k normed over another set of features, with the same weights."""
+    """q and k normed over another set of features, with the same weights; sinks and the numbers of xIELU."""
+    if getattr(c.layers[0].attention, "sinks", False):
+        yield "sinks of the next head", c, _changed(state, ".sinks", lambda w: w.roll(1, 0))
+        yield "sinks x1.1", c, _changed(state, ".sinks", lambda w: 1.1 * w)
+    if c.layers[0].feed_forward.activation == "xielu":
+        for name in ("alpha_p", "alpha_n", "beta"):
+            yield f"{name} x1.1", c, _changed(state, f".act_fn.{name}", lambda w: 1.1 * w)
+        yield "eps near 0", c, _changed(state, ".act_fn.eps", lambda w: 0 * w - 1e-6)
     over = getattr(c.layers[0].attention, "head_norm_over", None)
     if over == "projection":
         a = c.layers[0].attention
@@ -70,16 +79,26 @@ def state_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, ModelConfi
         yield "norm weights of the next head", c, rolled
 
 
+def _changed(state: State, suffix: str, change: Callable[[Tensor], Tensor]) -> State:
+    return {name: change(w) if name.endswith(suffix) else w for name, w in state.items()}
+
+
 def rotary_faults(table: RotarySpec) -> Iterator[tuple[str, RotarySpec]]:
     """Of rotary types that have no factor."""
     s = table.scaling
     if table.rope_type == "ntk_alpha":
         yield "alpha x1.1", replace(table, scaling={**s, "alpha": 1.1 * s["alpha"]})
     if table.rope_type == "longrope":
-        exchanged = {"short_factor": s["long_factor"], "long_factor": s["short_factor"]}
-        yield "the other set", replace(table, scaling={**s, **exchanged})
-        yield "attention factor ignored", replace(table, scaling={**s, "attention_factor": 1.0})
-        yield "factor x2", replace(table, max_positions=2 * table.max_positions)
+        if s["short_factor"] != s["long_factor"]:
+            exchanged = {"short_factor": s["long_factor"], "long_factor": s["short_factor"]}
+            yield "the other set", replace(table, scaling={**s, **exchanged})
+        if "long_attention_factor" in s:
+            short, long = "attention_factor", "long_attention_factor"
+            yield "the other magnitude", replace(table, scaling={**s, short: s[long], long: s[short]})
+            yield "attention factor ignored", replace(table, scaling={**s, short: 1.0, long: 1.0})
+        else:
+            yield "attention factor ignored", replace(table, scaling={**s, "attention_factor": 1.0})
+            yield "factor x2", replace(table, max_positions=2 * table.max_positions)
 
 
 def _layers(c: ModelConfig, change: Callable[[LayerSpec], LayerSpec]) -> ModelConfig:

@@ -40,6 +40,37 @@ _granitemoe = family(
     residual_multiplier=0.7,
     logits_scaling=1.3,
 )
+_LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.2, 1.6, 1.9],
+    "long_factor": [1.5, 2.5, 4.0, 9.0, 7.0, 13.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.4,
+}
+_gpt_oss = family(
+    "gpt_oss",
+    **SMALL | {"num_hidden_layers": 4, "intermediate_size": 37},
+    num_key_value_heads=2,
+    head_dim=16,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+)
+_phimoe = family(
+    "phimoe",
+    **SMALL | {"intermediate_size": 43},
+    num_key_value_heads=2,
+    num_local_experts=6,
+    router_jitter_noise=0.2,
+    num_experts_per_tok=2,
+)
+_ernie_moe = family(
+    "ernie4_5_moe",
+    **SMALL | {"num_hidden_layers": 4},
+    num_key_value_heads=2,
+    moe_num_experts=6,
+    moe_k=3,
+    moe_intermediate_size=37,
+)
 _SIGMOID = {
     "n_routed_experts": 12,
     "num_experts_per_tok": 4,
@@ -144,6 +175,52 @@ MIXTURES: tuple[Case, ...] = (
         tie_word_embeddings=True,
         attention_bias=True,
         rope_theta=300.0,
+    ),
+    # gpt_oss
+    _gpt_oss(
+        "sinks, windows on even layers, yarn not truncated, eps 0.02",
+        sliding_window=9,
+        swiglu_limit=1.2,
+        rms_norm_eps=0.02,
+        rope_theta=1000.0,
+        rope_scaling={**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+    ),
+    _gpt_oss(
+        "layer_types, no attention biases, another alpha, tied",
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        attention_bias=False,
+        swiglu_limit=0.8,
+        swiglu_alpha=1.3,
+        tie_word_embeddings=True,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    # phimoe
+    _phimoe("all biases, eps 0.02", attention_bias=True, lm_head_bias=True, rms_norm_eps=0.02, rope_theta=300.0),
+    _phimoe(
+        "longrope, a token longer than its original context, a window",
+        sliding_window=9,
+        rope_scaling={**_LONGROPE, "original_max_position_embeddings": 56},
+    ),
+    _phimoe(
+        "longrope, as long as its original context, tied",
+        rope_scaling={**_LONGROPE, "original_max_position_embeddings": 57},
+        router_jitter_noise=0.1,
+        num_local_experts=9,
+        tie_word_embeddings=True,
+    ),
+    # ernie4_5_moe
+    _ernie_moe("a dense layer first, biases, tied", use_bias=True, rope_theta=300.0),
+    _ernie_moe(
+        "one layer of four, nothing shared, a least sum, eps 0.02",
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_layer_interval=2,
+        moe_num_shared_experts=0,
+        moe_norm_min=0.9,
+        tie_word_embeddings=False,
+        rms_norm_eps=0.02,
     ),
     # glm4_moe
     _glm4_moe(

@@ -22,11 +22,22 @@ def config_faults(c: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
     """Wrong switches of the routers and of what is shared."""
     for first in mixtures(c)[:1]:
         r = first.router
-        if r.top_k < r.num_experts:
+        mixer = r.scores == "sparse_mixer"  # it takes two, and has no sum
+        if r.top_k < r.num_experts and not mixer:
             yield "top-k + 1", _routers(c, top_k=r.top_k + 1)
-        if r.top_k > 1:
+        if r.top_k > 1 and not mixer:
             yield "top-k - 1", _routers(c, top_k=r.top_k - 1)
-        if r.scores != "topk_softmax":
+        if mixer:
+            yield "jitter x1.1", _routers(c, jitter=1.1 * r.jitter)
+            yield "softmax over the two", _routers(c, scores="topk_softmax")
+        if first.router_bias:
+            yield "router bias dropped", _mixtures(c, lambda m: replace(m, router_bias=False))
+        if r.least_sum > 0.1:
+            yield "no least sum", _routers(c, least_sum=0.0)
+        if first.limit:
+            yield "limit x1.1", _mixtures(c, lambda m: replace(m, limit=1.1 * m.limit))
+            yield "alpha x1.1", _mixtures(c, lambda m: replace(m, alpha=1.1 * m.alpha))
+        if r.scores != "topk_softmax" and not mixer:
             wrong = "never" if r.renormalises else "always"
             yield "renormalised, or no longer", _routers(c, renormalise=wrong)
         yield "routing scale x1.1", _routers(c, scale=r.scale * 1.1)

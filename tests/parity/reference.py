@@ -105,6 +105,9 @@ def randomise(model: Any, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            # xIELU's, so that each of them counts.
+            if name.endswith(("act_fn.beta", "act_fn.eps")):
+                buffer.fill_(0.4 if name.endswith("beta") else -0.3)
 
 
 def is_router(name: str) -> bool:

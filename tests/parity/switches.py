@@ -43,6 +43,7 @@ def switches(c: ModelConfig) -> Vector:
         "q and k normed after rotary": g is not None and g.head_norm_after_rotary,
         "q, k and v clipped": g is not None and g.clip > 0,
         "attention soft-capped": g is not None and g.soft_cap > 0,
+        "attention sinks": g is not None and g.sinks,
         "latent attention": latent is not None,
         "latent: queries through a low rank": latent is not None and latent.query_rank is not None,
         "latent: biases": latent is not None and latent.bias,
@@ -79,6 +80,9 @@ def switches(c: ModelConfig) -> Vector:
         "a single expert per token": m is not None and m.router.top_k == 1,
         "router: sigmoid of the logits": m is not None and m.router.scores == "sigmoid",
         "router: softmax over the chosen": m is not None and m.router.scores == "topk_softmax",
+        "router: sparse mixer": m is not None and m.router.scores == "sparse_mixer",
+        "router: bias": m is not None and m.router_bias,
+        "router: least sum": m is not None and m.router.least_sum > 0.1,
         "router: selection bias": m is not None and m.selection_bias,
         "router: groups": m is not None and m.router.groups > 0,
         "router: groups by their best": m is not None and m.router.groups > 0 and m.router.group_score == "best",
@@ -91,6 +95,8 @@ def switches(c: ModelConfig) -> Vector:
         "activation gelu (tanh)": f.activation == "gelu_tanh",
         "activation relu": f.activation == "relu",
         "activation relu squared": f.activation == "relu_squared",
+        "activation clamped SwiGLU": f.activation == "clamped_swiglu",
+        "activation xIELU": f.activation == "xielu",
     }
 
 

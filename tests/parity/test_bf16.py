@@ -21,11 +21,12 @@ from tests.parity.reference import Proved, is_router
 
 def same_casts(case: Case) -> bool:
     """transformers rounds to bf16 between the steps of its soft cap and of its own tanh GELU, and, where a class has
-    only the eager attention (gemma2), scores and their weights; plait does all of that in fp32. falcon rounds products
-    before it adds their biases, and hands a single key head to torch's attention unrepeated."""
+    only the eager attention (gemma2, gpt_oss), scores and their weights; plait does all of that in fp32. falcon rounds
+    products before it adds their biases, and hands a single key head to torch's attention unrepeated."""
     keys = {**known_keys()[case.family], **case.raw}
     own_gelu = "gelu_new" in (keys.get("hidden_act"), keys.get("activation_function"))
-    return not case.raw.get("final_logit_softcapping") and not own_gelu and case.family not in ("gemma2", "falcon")
+    others = ("gemma2", "gpt_oss", "falcon")
+    return not case.raw.get("final_logit_softcapping") and not own_gelu and case.family not in others
 
 
 SAME_CASTS = [c for c in CASES if same_casts(c)]

@@ -13,10 +13,12 @@ import torch
 from plait.memory.layout import CacheLayout, make_layout
 from plait.model.config import LatentAttentionSpec, ModelConfig, keeps_float32
 from plait.model.decoder import Decoder, from_config
+from plait.model.rope import rotary_table
 from plait.ops.recording import Recording, Value, WeightRef
 from plait.ops.spec import LayerCache
 from plait.ops.symbolic import Recorder
 from plait.weights.latent import fits, latent_weights, make_second
+from plait.weights.pack import is_vector
 from plait.weights.store import stack_parts
 from tests.configs import CONFIGS
 from tests.parity.cases import CASES
@@ -33,19 +35,13 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def without_kernel(config: ModelConfig) -> set[str]:
     """The operations of a model that have no native form: the load report names them."""
     found = set()
-    if config.position_rows:
-        found.add("embed")  # of positions
-    if config.head_bias:
-        found.add("store_logits")
     for attention in (layer.attention for layer in config.layers):
         if isinstance(attention, LatentAttentionSpec):
             if not fits(attention.attend):
                 found.add("attend_latent")
             if attention.latent_width % 16:
                 found.add("split")
-        elif attention.head_norm_over == "own_head":
-            found.add("layer_norm")
-    if any(table.rope_type == "longrope" for table in config.rotary):
+    if any(rotary_table(table).long_inv_freq for table in config.rotary):
         found.add("positions_by_reach")
     return found
 
@@ -83,8 +79,7 @@ def layouts_of(tensors: Mapping[str, torch.Tensor], layout: str | Callable[[str]
     forms = {}
     for name, tensor in tensors.items():
         form = layout if isinstance(layout, str) else layout(name)
-        vector = tensor.ndim == 1 or name.endswith("bias")
-        forms[name] = "VECTOR" if vector else "F32" if keeps_float32(name) else form
+        forms[name] = "VECTOR" if is_vector(name, tensor.ndim) else "F32" if keeps_float32(name) else form
     return forms
 
 
@@ -149,8 +144,8 @@ def every_attribute() -> tuple[Recording, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     weights: dict[str, torch.Tensor] = {}
 
-    def weight(*shape: int) -> WeightRef:
-        name = f"w{len(weights)}"
+    def weight(*shape: int, name: str = "") -> WeightRef:
+        name = f"w{len(weights)}.{name}"
         weights[name] = torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 3)
         return WeightRef(name, shape, "float32")
 
@@ -158,26 +153,34 @@ def every_attribute() -> tuple[Recording, dict[str, torch.Tensor]]:
     ids, positions = r.input("ids", Value(("N",), "i64")), r.input("positions", Value(("N",), "i64"))
     rows = r.input("logit_rows", Value(("R",), "i64"))
     x = r.emit("embed", (ids,), (weight(50, 24),), scale=1.7, round_scale=False)
+    table = weight(390, 24)
+    x = r.emit("add", (x, r.emit("embed", (positions,), (table,), scale=0.6, round_scale=False, offset=3)))
     angles = r.emit("positions", (positions,), inv_freq=[0.9, 0.13], magnitude=1.2)
     y = r.emit("rms_norm", (x,), (weight(24),), eps=0.1, unit_offset=True, fp32_weight=True)
     q, k, v = (r.emit("linear", (y,), (weight(n, 24), weight(n))) for n in (24, 12, 12))
     q, k, v = (r.emit("view", (s,), tail=(h, 6), drop=1) for s, h in ((q, 4), (k, 2), (v, 2)))
     q = r.emit("head_norm", (q,), (weight(6),), eps=0.2, unit_offset=True, fp32_weight=False)
     k = r.emit("layer_norm", (k,), (weight(6), weight(6)), eps=0.3)
+    v = r.emit("layer_norm", (v,), (weight(2, 6, name="v_norm.weight"), None), eps=0.2)
+    v = r.emit("layer_norm", (v,), (weight(2, 6, name="w_norm.weight"), weight(2, 6, name="bias")), eps=0.1)
     q = r.emit("rotate", (q, angles), width=4, pairing="adjacent")
     k = r.emit("rotate", (k, angles), width=4, pairing="halves")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "key_width": 6, "value_width": 6}
-    a = r.emit("attend", (q, k, v), layer=0, spec={**sizes, "scale": 0.8, "window": 5, "soft_cap": 1.5})
+    a = r.emit("attend", (q, k, v), (weight(4),), layer=0, spec={**sizes, "scale": 0.8, "window": 5, "soft_cap": 1.5})
     a = r.emit("view", (a,), tail=(24,), drop=2)
     a = r.emit("scale", (a,), factor=-1.3)
     a = r.emit("add", (x, r.emit("linear", (a,), (weight(24, 24), weight(24)))))
     a = r.emit("layer_norm", (a,), (None, None), eps=0.05)
     b = r.emit("gate", (a, r.emit("clip", (a,), limit=0.7)), kind="gelu")
     b = r.emit("gate", (r.emit("linear", (b,), (weight(40, 24), weight(40))),) * 2, kind="sigmoid")
-    b = r.emit("activate", (r.emit("linear", (b,), (weight(20, 40), None)),), kind="relu_squared")
+    g, u = (r.emit("linear", (b,), (weight(36, 40), weight(36))) for _ in range(2))
+    b = r.emit("gate", (g, u), kind="clamped_swiglu", alpha=1.4, limit=0.7)
+    b = r.emit("gate", (b, r.emit("xielu", (b,), (weight(1), weight(1), weight(1), weight(1)))), kind="silu")
+    b = r.emit("gate", (b, b), kind="clamped_swiglu", alpha=0.8, limit=0.2)
+    b = r.emit("activate", (r.emit("linear", (b,), (weight(20, 36), None)),), kind="relu_squared")
     b = r.emit("soft_cap", (r.emit("linear", (b,), (weight(24, 20), None)),), limit=2.5)
     hidden = r.emit("add", (r.emit("rms_norm", (b,), (None,), eps=0.5, unit_offset=False, fp32_weight=False), a))
-    logits = r.emit("logits", (r.emit("select_rows", (hidden, rows)),), (weight(50, 24),))
+    logits = r.emit("logits", (r.emit("select_rows", (hidden, rows)),), (weight(50, 24), weight(50)))
     logits = r.emit("soft_cap", (logits,), limit=3.5)
     caches = (LayerCache(2, 6, 6, 5),)
     return r.recording({"hidden": hidden, "logits": logits}, caches), weights

@@ -17,12 +17,14 @@ import numpy as np
 from plait.kernels.abi import (
     ACTIVATIONS,
     FLOAT_LAYOUTS,
+    GATES,
     KIND_I32,
     KIND_Q8,
     ROUTE_MASKED_ZERO,
     ROUTE_TWO_BEST,
     ROUTER_SCORES,
     ROWS_TOKENS,
+    XIELU,
 )
 from plait.memory.layout import CacheLayout
 from plait.ops.step import StepInputs
@@ -39,6 +41,19 @@ _FUNCTIONS = {
     "relu_squared": lambda x: np.maximum(x, 0) ** 2,
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
 }
+
+
+def _gate(kind: int, numbers: tuple[float, ...], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    if kind != GATES["clamped_swiglu"]:
+        return _FUNCTIONS[_NAMES[kind]](x) * y
+    alpha, limit = numbers
+    g, u = np.minimum(x, limit), y.clip(-limit, limit)
+    return g / (1 + np.exp(-alpha * g)) * (u + 1)
+
+
+def _xielu(x: np.ndarray, alpha_p: float, alpha_n: float, beta: float, eps: float) -> np.ndarray:
+    p, n = np.log1p(np.exp(alpha_p)), beta + np.log1p(np.exp(alpha_n))
+    return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
 class PlanModel:
@@ -187,7 +202,7 @@ class PlanModel:
             self.write(out, rows, y)
 
     def _gated(self, op: PlanOp) -> None:
-        y = _FUNCTIONS[_NAMES[op.i[0]]](self._product(op, *op.w[:2])) * self._product(op, *op.w[2:])
+        y = _gate(op.i[0], op.f, self._product(op, *op.w[:2]), self._product(op, *op.w[2:]))
         self.write(op.outputs[0], self._all(op.outputs[0]), y)
 
     def _activated(self, op: PlanOp) -> None:
@@ -206,11 +221,10 @@ class PlanModel:
             b = self.plan.buffers[number]
             self.arena[b.offset : b.offset + b.row_bytes * len(rows)] = 0xFF
         out = np.zeros((len(rows), down.shape[1]))
-        function = _FUNCTIONS[_NAMES[activation]]
         for r in range(len(rows)):
             for e, weight in zip(ids[r], weights[r], strict=True):
                 h = up[e] @ x[r] + (self.weight(op.w[1])[e] if op.w[1] >= 0 else 0.0)
-                h = function(h[: len(h) // 2]) * h[len(h) // 2 :] if gated else function(h)
+                h = _gate(activation, op.f, *np.split(h, 2)) if gated else _FUNCTIONS[_NAMES[activation]](h)
                 if rounded and self.rounds:
                     h = self.restored(self.record(h[None].astype(np.float32)), len(h))[0]
                 out[r] += weight * (down[e] @ h + (self.weight(op.w[3])[e] if op.w[3] >= 0 else 0.0))
@@ -235,6 +249,9 @@ class PlanModel:
                 scores = np.einsum("hd,khd->hk", q[t], k) * scale
                 if cap:
                     scores = cap * np.tanh(scores / cap)
+                if op.w[0] >= 0:  # a key that has no value
+                    scores = np.concatenate((scores, self.matrices[op.w[0]][:, None]), 1)
+                    v = np.concatenate((v, np.zeros((1, *v.shape[1:]))))
                 weights = np.exp(scores - scores.max(1, keepdims=True))
                 out[t] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         self.write(op.outputs[0], self._all(op.outputs[0]), out)
@@ -265,7 +282,7 @@ class PlanModel:
         self.write(op.outputs[0], self._all(op.outputs[0]), self.read(op.inputs[0], self.rows))
 
     def _logits(self, op: PlanOp) -> None:
-        y = self._product(op, op.w[0], -1)
+        y = self._product(op, *op.w)
         self.logits = op.f[0] * np.tanh(y / op.f[0]) if op.f[0] else y
 
     # Row operations
@@ -300,6 +317,16 @@ class PlanModel:
         experts, top_k, kind, renormalised, groups, top_groups, flags = op.i
         softmax = lambda y: np.exp(y - y.max()) / np.exp(y - y.max()).sum()  # noqa: E731
         best = lambda y, count: np.argsort(-y, kind="stable")[:count]  # noqa: E731
+        scale, jitter, least = op.f
+        if kind == ROUTER_SCORES["sparse_mixer"]:
+            left, ids, weights = logits.astype(float), [], []
+            for _ in range(2):
+                (at,) = best(left, 1)
+                far = (left[at] - logits) / np.maximum(np.abs(logits), left[at]) > 2 * jitter
+                ids.append(at)
+                weights.append(softmax(np.where(far, -np.inf, left))[at])
+                left = np.where(np.arange(experts) == at, -np.inf, left)
+            return np.array(ids), np.array(weights) * scale
         scores = (softmax(logits), 1 / (1 + np.exp(-logits)), logits.copy())[kind]
         selection = scores + self.weight(op.w[0])
         if groups:
@@ -310,12 +337,14 @@ class PlanModel:
                 scores[out] = 0.0
         ids = best(selection, top_k)
         weights = softmax(scores[ids]) if kind == ROUTER_SCORES["topk_softmax"] else scores[ids]
-        return ids, (weights / (weights.sum() + 1e-20) if renormalised else weights) * op.f[0]
+        total = max(weights.sum(), least) if least else weights.sum() + 1e-20
+        return ids, (weights / total if renormalised else weights) * scale
 
     def _result(self, op: PlanOp, rows: np.ndarray, x: list[np.ndarray]) -> np.ndarray:
         match op.kind:
             case "embed":
-                return self.matrices[op.w[0]][self.ids[rows]] * op.f[0]
+                number = self.position[rows] + op.i[1] if op.i[0] else self.ids[rows]
+                return self.matrices[op.w[0]][number] * op.f[0]
             case "positions":
                 angle = self.position[rows, None] * self.plan.tables[op.i[0] : op.i[0] + op.i[1]].astype(np.float64)
                 return np.stack((np.cos(angle), np.sin(angle)), 1) * op.f[0]
@@ -325,7 +354,7 @@ class PlanModel:
                 y = y / np.sqrt((y**2).mean(-1, keepdims=True) + op.f[0])
                 return y * (1.0 if op.w[0] < 0 else self.matrices[op.w[0]] + offset)
             case "layer_norm":
-                y = x[0].reshape(-1, *op.i)
+                y = x[0].reshape(-1, *op.i[:2])
                 y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + op.f[0])
                 return y * (1.0 if op.w[0] < 0 else self.matrices[op.w[0]]) + self.weight(op.w[1])
             case "rotate":
@@ -340,8 +369,10 @@ class PlanModel:
                 y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
                 return y
             case "gate":
-                return _FUNCTIONS[_NAMES[op.i[0]]](x[0]) * x[1]
+                return _gate(op.i[0], op.f, *x)
             case "activate":
+                if op.i[0] == XIELU:
+                    return _xielu(x[0], *(self.matrices[w].item() for w in op.w))
                 return _FUNCTIONS[_NAMES[op.i[0]]](x[0])
             case "add":
                 return x[0] + x[1]

@@ -55,7 +55,7 @@ def run(name: str, kv_dtype: str, beside: int) -> tuple[list[np.ndarray], int]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "cohere", "gpt_oss"])
 def test_a_decoded_token_gets_the_same_bits_alone_and_beside_a_prompt(name: str, kv_dtype: str, threads: int) -> None:
     alone, stages = run(name, kv_dtype, 0)
     beside, more_stages = run(name, kv_dtype, 5)

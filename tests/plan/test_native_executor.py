@@ -85,6 +85,37 @@ def test_mixed_steps_of_every_family(name: str) -> None:
         pair.agree(parts, None if i % 2 else [sum(n for _, n in parts) - 1])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "phi", "cohere", "gpt_oss", "apertus", "phimoe"])
+def test_learned_positions_biased_heads_and_sinks_leave_nothing_to_the_reference(name: str) -> None:
+    """Each of these had, or would have, an operation on the host."""
+    decoder = decoder_of(name)
+    assert decoder.config.position_rows or decoder.config.head_bias or name in ("cohere", "gpt_oss", "apertus")
+    native = Pair(decoder).native
+    assert native.host_ops == () and native.max_steps > 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_position_beyond_the_table_is_refused_and_the_last_one_is_not(name: str) -> None:
+    sizes = {"gpt2": {"n_positions": 8}, "opt": {"max_position_embeddings": 8}}
+    pair = Pair(make({**CONFIGS[name], **sizes[name]}))
+    pair.agree([(0, 8)])
+    with pytest.raises(EngineError, match="position 8 of a table of 8"):
+        pair.native.execute(*pair.script.step([(0, 1)]))
+    with pytest.raises(EngineError, match="position 10 of a table of 8"):
+        pair.native.execute(*pair.script.step([(1, 11)]))
+    pair.agree([(2, 3)])
+
+
+def test_a_bias_of_the_head_decides_what_is_best() -> None:
+    decoder = make(CONFIGS["phi"])
+    with torch.no_grad():
+        decoder.lm_head.bias.zero_()[71] = 100.0
+    pair = Pair(decoder)
+    ids, inputs = pair.script.step([(0, 5)])
+    assert set(pair.native.execute(ids, inputs, logits=False).best_ids.tolist()) == {71}
+    assert (pair.native.execute(ids, inputs, logits=True).logits.argmax(1) == 71).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_every_configuration_of_the_parity_tests(name: str) -> None:

@@ -69,7 +69,7 @@ class Decoding:
         return np.array(found), np.array(values)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "gpt2", "opt", "phi", "gpt_oss"])
 def test_steps_in_a_row_are_those_one_by_one(name: str) -> None:
     decoding = Decoding(name)
     ids, values = decoding.one_by_one(20)

@@ -59,7 +59,10 @@ OP_KINDS = {
     )
 }
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5}
-ROUTER_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+# What a gate may be beside those, and the activation whose numbers are weights.
+GATES = {**ACTIVATIONS, "clamped_swiglu": 6}
+XIELU = 7
+ROUTER_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2, "sparse_mixer": 3}
 ROUTE_TWO_BEST, ROUTE_MASKED_ZERO = 1, 2
 MAX_EXPERTS = 1024  # kMaxExperts
 LATENT_FORMS = {"auto": 0, "expanded": 1, "absorbed": 2}

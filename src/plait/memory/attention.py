@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.reference import softmax_with_sinks
 from plait.ops.spec import AttendSpec
 
 
@@ -17,14 +18,16 @@ def masked_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale q k^T)) v (Vaswani et al. 2017) for q [B, H, T, dk], k [B, Hk, C, dk], v [B, Hk, C, dv].
 
     mask: bool, broadcastable to [B, 1, T, C], True where the key is visible; every row must see something.
-    causal: T equals C and query t sees keys 0 .. t (instead of a mask). Returns [B, H, T, dv].
+    causal: T equals C and query t sees keys 0 .. t (instead of a mask). sinks: logits [H, T or 1] that take part in the
+    softmax of their row, and have no value (Xiao et al. 2023). Returns [B, H, T, dv].
     """
     grouped = q.shape[1] != k.shape[1]
-    if not spec.soft_cap:
+    if not spec.soft_cap and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=spec.scale, enable_gqa=grouped
         )
@@ -32,12 +35,13 @@ def masked_attention(
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * spec.scale
-    scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    if spec.soft_cap:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = F.dropout(scores.softmax(-1), dropout, training=dropout > 0).to(v.dtype)
+    weights = F.dropout(softmax_with_sinks(scores, sinks), dropout, training=dropout > 0).to(v.dtype)
     return torch.matmul(weights, v)
 
 

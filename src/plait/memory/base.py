@@ -29,14 +29,14 @@ class MemoryStep:
             )
         return self._reach
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
-        """q [..., H, dk], k [..., Hk, dk], v [..., Hk, dv] of a layer -> [..., H, dv].
+    def attend(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec, sinks: Any = None) -> Any:
+        """q [..., H, dk], k [..., Hk, dk], v [..., Hk, dv] of a layer, sinks [H] or none -> [..., H, dv].
 
         The step's keys are written first, so its later queries see them under the causal rule.
         """
-        return ops.attend(q, k, v, layer=layer, spec=spec, memory=self)
+        return ops.attend(q, k, v, sinks, layer=layer, spec=spec, memory=self)
 
-    def attend_tensors(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec) -> Any:
+    def attend_tensors(self, layer: int, q: Any, k: Any, v: Any, spec: AttendSpec, sinks: Any = None) -> Any:
         """The reference of `attend` on tensors; each memory has its own."""
         raise TypeError(f"{type(self).__name__} holds no tensors")
 

@@ -107,12 +107,16 @@ class DenseStep(MemoryStep):
             self._masks[window] = (mask | (itself & ~mask.any(-1, keepdim=True))).unsqueeze(1)
         return self._masks[window]
 
-    def attend_tensors(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+    def attend_tensors(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         m, start, end = self._memory, self._start, self._end
         m._keys[layer][:, :, start:end] = k.transpose(1, 2)
         m._values[layer][:, :, start:end] = v.transpose(1, 2)
         keys, values = m._keys[layer][:, :, :end], m._values[layer][:, :, :end]
-        return masked_attention(q.transpose(1, 2), keys, values, spec, self._mask(spec.window)).transpose(1, 2)
+        sinks = None if sinks is None else sinks.unsqueeze(-1)
+        mask = self._mask(spec.window)
+        return masked_attention(q.transpose(1, 2), keys, values, spec, mask, sinks=sinks).transpose(1, 2)
 
     def attend_latent_tensors(
         self, layer: int, q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec

@@ -100,7 +100,9 @@ class NoMemoryStep(MemoryStep):
                 self._masks[window] = mask.unsqueeze(1)
         return self._masks[window]
 
-    def attend_tensors(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+    def attend_tensors(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         if self._flat:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         mask = self._mask(spec.window)
@@ -112,6 +114,7 @@ class NoMemoryStep(MemoryStep):
             mask,
             causal=mask is None,
             dropout=self._dropout,
+            sinks=None if sinks is None else sinks.unsqueeze(-1),
         ).transpose(1, 2)
         return out[0] if self._flat else out
 

@@ -142,13 +142,16 @@ class PagedStep(MemoryStep):
         pair = (self._tensor(stale[0]), self._tensor(stale[1])) if len(stale[0]) else None
         return Decode(rows, len(which), context, flat, 0, width * tokens, mask, pair)
 
-    def attend_tensors(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+    def attend_tensors(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         g, keys, values = self._views[layer]
         group = self._groups[g]
         keys.index_put_(group.write, k.flatten(1).to(keys.dtype))
         values.index_put_(group.write, v.flatten(1).to(values.dtype))
         if len(group.decodes) == 1 and not group.prefills:
-            return _attend_decode(q, keys, values, group.decodes[0], spec)
+            return _attend_decode(q, keys, values, group.decodes[0], spec, sinks)
+        of_heads = None if sinks is None else sinks.unsqueeze(-1)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.value_width)
         for p in group.prefills:
             rows = slice(p.start, p.stop)
@@ -159,9 +162,10 @@ class PagedStep(MemoryStep):
             else:
                 old_k, old_v = _gather(keys, values, p, spec, q.dtype)
             q_, k_, v_ = (t.transpose(0, 1).unsqueeze(0) for t in (q[rows], old_k, old_v))
-            out[rows] = masked_attention(q_, k_, v_, spec, p.mask, causal=p.mask is None)[0].transpose(0, 1)
+            attended = masked_attention(q_, k_, v_, spec, p.mask, causal=p.mask is None, sinks=of_heads)
+            out[rows] = attended[0].transpose(0, 1)
         for d in group.decodes:
-            out[d.rows] = _attend_decode(q[d.rows], keys, values, d, spec)
+            out[d.rows] = _attend_decode(q[d.rows], keys, values, d, spec, sinks)
         return out
 
     def attend_latent_tensors(
@@ -223,7 +227,9 @@ def _read(cached: Tensor, p: Prefill) -> Tensor:
     return cached.index_select(0, p.blocks).flatten(0, 1)[p.low : p.high]
 
 
-def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, d: Decode, spec: AttendSpec) -> Tensor:
+def _attend_decode(
+    q: Tensor, keys: Tensor, values: Tensor, d: Decode, spec: AttendSpec, sinks: Tensor | None
+) -> Tensor:
     """One query per sequence, q [S, H, dk] -> [S, H, dv].
 
     The heads of a query group stand where several queries would, so each key is read once for all of them.
@@ -237,7 +243,9 @@ def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, d: Decode, spec: Att
         k[d.stale], v[d.stale] = 0, 0
     k, v = k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2)
     grouped = q.view(d.count, spec.num_kv_heads, -1, spec.key_width)
-    return masked_attention(grouped, k, v, spec, d.mask).reshape(d.count, spec.num_heads, spec.value_width)
+    sinks = None if sinks is None else sinks.view(spec.num_kv_heads, -1)
+    out = masked_attention(grouped, k, v, spec, d.mask, sinks=sinks)
+    return out.reshape(d.count, spec.num_heads, spec.value_width)
 
 
 def _attend_latent_decode(q: Tensor, cached: Tensor, weight: Tensor, d: Decode, spec: LatentSpec) -> Tensor:

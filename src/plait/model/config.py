@@ -55,6 +55,7 @@ class AttentionSpec:
 
     head_norm: the norm of q and k. head_norm_over: "head": every head with one weight; "own_head": every head with a
     weight of its own; "projection": all heads together. clip: q, k and v are limited to [-clip, clip] (0: not).
+    sinks: a learned logit for each head joins the sum of its softmax.
     """
 
     num_heads: int
@@ -73,6 +74,7 @@ class AttentionSpec:
     window: int = 0
     soft_cap: float = 0.0
     rotary: RotaryUse | None = None
+    sinks: bool = False
 
     @property
     def attend(self) -> AttendSpec:
@@ -143,22 +145,33 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """Feed-forward of one layer: gated (act(gate x) * up x, then down) or plain (act(up x), then down)."""
+    """Feed-forward of one layer: gated (act(gate x) * up x, then down) or plain (act(up x), then down).
+
+    alpha, limit: of the activation clamped_swiglu, which is a gated one; xielu is a plain one with numbers that are
+    parameters.
+    """
 
     width: int
     activation: str
     gated: bool = True
     up_bias: bool = False
     down_bias: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the activation needs to be given."""
+        return {"alpha": self.alpha, "limit": self.limit} if self.activation == "clamped_swiglu" else {}
 
 
 @dataclass(frozen=True)
 class MixtureSpec:
     """Feed-forward of one layer as a mixture: a router chooses some of its experts for each token.
 
-    width, activation, gated, up_bias, down_bias: of every expert, as in `FeedForwardSpec`. router_bias: of the router's
-    linear; selection_bias: a bias per expert that counts in the selection only. shared: a feed-forward that every token
-    goes through beside its experts; shared_gate: its result is multiplied by sigmoid(x w), w [1, D].
+    width, activation, gated, up_bias, down_bias, alpha, limit: of every expert, as in `FeedForwardSpec`. router_bias:
+    of the router's linear; selection_bias: a bias per expert that counts in the selection only. shared: a feed-forward
+    that every token goes through beside its experts; shared_gate: its result is multiplied by sigmoid(x w), w [1, D].
     """
 
     router: RouterSpec
@@ -171,6 +184,13 @@ class MixtureSpec:
     selection_bias: bool = False
     shared: FeedForwardSpec | None = None
     shared_gate: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the activation needs to be given."""
+        return FeedForwardSpec(self.width, self.activation, alpha=self.alpha, limit=self.limit).numbers
 
 
 @dataclass(frozen=True)
@@ -305,6 +325,7 @@ def _attention_params(a: AttentionSpec | LatentAttentionSpec, hidden_size: int) 
     q, k, v = a.num_heads * a.key_width, a.num_kv_heads * a.key_width, a.num_kv_heads * a.value_width
     o = a.num_heads * a.value_width
     count = hidden_size * (q + k + v + o) + a.q_bias * q + a.k_bias * k + a.v_bias * v + a.o_bias * hidden_size
+    count += a.sinks * a.num_heads
     return count, sum(_norm_params(a.head_norm, prod(shape)) for shape in a.head_norm_shapes)
 
 
@@ -312,7 +333,7 @@ def _expert_params(f: FeedForwardSpec | MixtureSpec, hidden_size: int) -> int:
     """Of one feed-forward, or of one expert of a mixture."""
     ups = 2 if f.gated else 1
     biases = f.up_bias * f.width * ups + f.down_bias * hidden_size
-    return hidden_size * f.width * (ups + 1) + biases
+    return hidden_size * f.width * (ups + 1) + biases + 4 * (f.activation == "xielu")
 
 
 def _feed_forward_params(f: FeedForwardSpec | MixtureSpec, hidden_size: int) -> int:
@@ -351,6 +372,10 @@ def check(config: ModelConfig) -> ModelConfig:
             _check_attention(index, a, f.width)
         if isinstance(f, MixtureSpec):
             _check_mixture(index, f)
+        if f.activation == "xielu" and (f.gated or isinstance(f, MixtureSpec)):
+            raise ConfigError(f"layer {index}: the activation xielu is for plain feed-forwards")
+        if f.activation == "clamped_swiglu" and not (f.gated and f.limit > 0):
+            raise ConfigError(f"layer {index}: the activation clamped_swiglu needs a gate and a limit above 0")
     return config
 
 
@@ -377,6 +402,8 @@ def _check_mixture(index: int, mixture: MixtureSpec) -> None:
     r = mixture.router
     if mixture.shared is not None and mixture.shared.width < 1:
         raise ConfigError(f"layer {index}: the shared expert's width {mixture.shared.width} must be at least 1")
+    if r.scores == "sparse_mixer" and r.top_k != 2:
+        raise ConfigError(f"layer {index}: num_experts_per_tok={r.top_k}; a sparse mixer takes two experts")
     if not 1 <= r.top_k <= r.num_experts:
         raise ConfigError(
             f"layer {index}: num_experts_per_tok={r.top_k} must be at least 1 and at most the number of"

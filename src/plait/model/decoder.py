@@ -15,7 +15,7 @@ from plait.memory.base import Memory, MemoryStep
 from plait.memory.none import NoMemory
 from plait.model.config import ModelConfig
 from plait.model.families import parse_config
-from plait.model.layers import Layer, Norm
+from plait.model.layers import XIELU_NUMBERS, Layer, Norm
 from plait.model.rope import rotary_table
 from plait.ops import functional as ops
 from plait.ops.spec import RotaryTable
@@ -130,10 +130,7 @@ class Decoder(nn.Module):
         head = self.lm_head
         # The factor meets the hidden states and not the logits: fewer numbers, and the product stays last.
         x: Any = hidden if self.config.logit_scale == 1.0 else ops.scale(hidden, factor=self.config.logit_scale)
-        if head.bias is None:
-            x = ops.logits(x, head.weight)
-        else:
-            x = ops.cast(ops.linear(x, head.weight, head.bias), dtype="f32")
+        x = ops.logits(x, head.weight, head.bias)
         return ops.soft_cap(x, limit=self.config.logit_soft_cap) if self.config.logit_soft_cap else x
 
     def param_counts(self) -> dict[str, int]:
@@ -154,6 +151,8 @@ def _angles(step: MemoryStep, table: RotaryTable) -> Any:
     if not table.long_inv_freq:
         return ops.positions(step.positions, **common)
     long = {"long_inv_freq": table.long_inv_freq, "original": table.original}
+    if table.long_magnitude != table.magnitude:
+        long["long_magnitude"] = table.long_magnitude
     return ops.positions_by_reach(step.positions, step.reach, **common, **long)
 
 
@@ -187,8 +186,10 @@ def from_config(raw: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torc
             if isinstance(module, Norm) and module.weight is not None:
                 module.weight.fill_(0.0 if module.spec.unit_offset else 1.0)
         for name, parameter in decoder.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.zero_()
+            if ".act_fn." in name:
+                parameter.fill_(XIELU_NUMBERS[name.rpartition(".")[2]])
     return decoder
 
 

@@ -106,6 +106,8 @@ def attention(spec: AttentionSpec | LatentAttentionSpec) -> str:
         parts.append(f"q, k, v clipped to {spec.clip:g}")
     if spec.soft_cap:
         parts.append(f"soft-cap {spec.soft_cap:g}")
+    if spec.sinks:
+        parts.append("sinks")
     return "; ".join(parts)
 
 
@@ -128,15 +130,17 @@ def latent_attention(spec: LatentAttentionSpec) -> str:
 
 def feed_forward(spec: FeedForwardSpec | MixtureSpec) -> str:
     biases = "; biases" if spec.up_bias or spec.down_bias else ""
-    kind = f"{'gated' if spec.gated else 'plain'} {spec.activation}, width {spec.width:,}{biases}"
+    numbers = ", ".join(f"{name} {number:g}" for name, number in spec.numbers.items())
+    act = f"{spec.activation} ({numbers})" if numbers else spec.activation
+    kind = f"{'gated' if spec.gated else 'plain'} {act}, width {spec.width:,}{biases}"
     return f"feed-forward: {kind}" if isinstance(spec, FeedForwardSpec) else f"experts: {kind}; {mixture(spec)}"
 
 
 def mixture(spec: MixtureSpec) -> str:
     """How many experts, how they are chosen and weighted, and what is shared."""
     r = spec.router
-    scores = {"softmax": "softmax", "sigmoid": "sigmoid", "topk_softmax": "softmax over the chosen"}[r.scores]
-    parts = [f"{r.top_k} of {r.num_experts}", scores]
+    scores = {"topk_softmax": "softmax over the chosen", "sparse_mixer": f"sparse mixer, jitter {r.jitter:g}"}
+    parts = [f"{r.top_k} of {r.num_experts}", scores.get(r.scores, r.scores)]
     if r.groups:
         by = "best" if r.group_score == "best" else "two best"
         parts.append(f"from the {r.top_groups} best of {r.groups} groups by their {by}")
@@ -145,7 +149,7 @@ def mixture(spec: MixtureSpec) -> str:
     if spec.selection_bias:
         parts.append("selection bias")
     if r.renormalises:
-        parts.append("renormalised")
+        parts.append("renormalised" + (f" over at least {r.least_sum:g}" if r.least_sum else ""))
     if r.scale != 1.0:
         parts.append(f"times {r.scale:g}")
     if spec.shared is not None:

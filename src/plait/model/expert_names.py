@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from plait.model.config import MixtureSpec, ModelConfig
 from plait.model.name_map import Place, Rule
 
@@ -26,6 +28,13 @@ def up_place(config: ModelConfig, layer: int, expert: int | None) -> Place:
     """The second half."""
     spec = _mixture(config, layer)
     return Place(_experts(spec, expert), (spec.width, 2 * spec.width))
+
+
+def interleaved_place(config: ModelConfig, layer: int, expert: int | None) -> Place:
+    """All rows of gate_up_proj, or of its bias, from a file in which the gate's and up's take turns."""
+    spec = _mixture(config, layer)
+    turns = np.arange(2 * spec.width).reshape(spec.width, 2)
+    return Place(_experts(spec, expert), (0, 2 * spec.width), turns.T.ravel())
 
 
 def down_place(config: ModelConfig, layer: int, expert: int | None) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import expm1, log
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Attention(nn.Module):
             per_head = spec.head_norm_over != "projection"
             self.q_norm = Norm(spec.head_norm, q_norm, per_head)
             self.k_norm = Norm(spec.head_norm, k_norm, per_head)
+        self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
         """x [..., D]; angles: per rotary table [..., 2, d/2]."""
@@ -86,7 +88,7 @@ class Attention(nn.Module):
             q, k = ops.rotate(q, turn, **how), ops.rotate(k, turn, **how)
         if each_head and s.head_norm_after_rotary:
             q, k = self.q_norm(q), self.k_norm(k)
-        heads = memory.attend(layer, q, k, v, self.attend)
+        heads = memory.attend(layer, q, k, v, self.attend, self.sinks)
         return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
 
 
@@ -123,6 +125,25 @@ class LatentAttention(nn.Module):
         return self.o_proj(ops.view(heads, tail=(s.num_heads * s.value_width,), drop=2))
 
 
+# The parameters of xIELU and what they are where nothing has been learned: softplus(alpha_p) = 0.8, beta +
+# softplus(alpha_n) = 0.8.
+XIELU_NUMBERS = {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+
+
+class XIELU(nn.Module):
+    """xIELU with its four numbers, of which training moves two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.ones(1))
+        self.alpha_n = nn.Parameter(torch.ones(1))
+        self.beta = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.eps = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return ops.xielu(x, self.alpha_p, self.alpha_n, self.beta, self.eps)
+
+
 class FeedForward(nn.Module):
     """Gated or plain feed-forward."""
 
@@ -133,11 +154,14 @@ class FeedForward(nn.Module):
             self.gate_proj = Linear(hidden_size, spec.width, bias=spec.up_bias)
         self.up_proj = Linear(hidden_size, spec.width, bias=spec.up_bias)
         self.down_proj = Linear(spec.width, hidden_size, bias=spec.down_bias)
+        self.act_fn = XIELU() if spec.activation == "xielu" else None
 
     def forward(self, x: Any) -> Any:
         kind = self.spec.activation
         if self.spec.gated:
-            return self.down_proj(ops.gate(self.gate_proj(x), self.up_proj(x), kind=kind))
+            return self.down_proj(ops.gate(self.gate_proj(x), self.up_proj(x), kind=kind, **self.spec.numbers))
+        if self.act_fn is not None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
         return self.down_proj(ops.activate(self.up_proj(x), kind=kind))
 
 
@@ -184,7 +208,8 @@ class Experts(nn.Module):
     def forward(self, x: Any, ids: Any, weights: Any) -> Any:
         """x [..., D], ids [..., k], weights [..., k] -> [..., D]."""
         stacks = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
-        return ops.experts(x, ids, weights, *stacks, kind=self.spec.activation, gated=self.spec.gated)
+        s = self.spec
+        return ops.experts(x, ids, weights, *stacks, kind=s.activation, gated=s.gated, **s.numbers)
 
 
 class Mixture(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,26 @@ RowsOf = Callable[[ModelConfig, int], Rows]
 @dataclass(frozen=True)
 class Place:
     """Where in a stack [E, R, ...] a tensor of the file belongs: experts first .. last - 1, rows first .. last - 1 of
-    each."""
+    each.
+
+    order: for each of these rows, which row of its expert it is in the file; None: they stand there as they do here.
+    """
 
     experts: tuple[int, int]
     rows: tuple[int, int]
+    order: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def of(self, stack: Any) -> Any:
         """The place itself, a view of the stack (an array or a tensor): [experts, rows, ...]."""
         return stack[self.experts[0] : self.experts[1], self.rows[0] : self.rows[1]]
+
+    def from_file(self, tensor: Any) -> Any:
+        """The file's [experts, rows, ...] with the rows in our order."""
+        return tensor if self.order is None else tensor[:, self.order]
+
+    def to_file(self, part: Any) -> Any:
+        """The way back."""
+        return part if self.order is None else part[:, np.argsort(self.order)]
 
 
 # (config, layer, expert) -> the place; the expert is None where the file has one tensor for all of them.
@@ -40,7 +52,8 @@ class Rule:
     ours, which rows (axis 0) of the file's tensor it consists of, given (config, layer); together they use every row
     once, so the way back is exact, for quantised rows too. None: all rows. offset: added to the values on the way in
     (GGUF stores Gemma's norms as 1 + w: -1). place: the part of a stack of experts that the file's tensor fills; such a
-    rule concerns layers that are mixtures and has a single name in `ours`. read_only: never written. when: of which
+    rule concerns layers that are mixtures and has a single name in `ours`. one_row: the file has our vector as a matrix
+    of one row. read_only: never written. when: of which
     models of the family the rule speaks; None: all.
     """
 
@@ -49,6 +62,7 @@ class Rule:
     rows: RowsOf | None = None
     offset: float = 0.0
     place: PlaceOf | None = None
+    one_row: bool = False
     read_only: bool = False
     when: Callable[[ModelConfig], bool] | None = None
 
@@ -60,8 +74,8 @@ class NameMap:
     skip: regular expressions of tensors that are recomputed or belong to another part of the checkpoint; `{n}` stands
     for the indices of the layers after the last that predict further tokens (`ModelConfig.next_token_layers`).
     prefixes: (file's, ours) replaced at the start of a name before anything else (multimodal directories); not used
-    on export. transposed: regular expressions of the file's matrices that are stored as [in, out] and not [out, in];
-    rules see them turned.
+    on export. transposed: regular expressions of the file's matrices, or stacks of them, that are stored as [in, out]
+    and not [out, in]; rules see them turned.
     """
 
     rules: tuple[Rule, ...] = ()

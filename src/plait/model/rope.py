@@ -48,17 +48,28 @@ def rotary_table(spec: RotarySpec) -> RotaryTable:
     """The same as plain numbers, as recordings store them."""
     inv_freq, magnitude = rotary_numbers(spec)
     table = RotaryTable(tuple(inv_freq.tolist()), magnitude)
-    if spec.rope_type != "longrope":
+    if not _two_sets(spec):
         return table
-    long = _divided(spec, spec.scaling["long_factor"])
     return replace(
-        table, long_inv_freq=tuple(long.tolist()), original=int(spec.scaling["original_max_position_embeddings"])
+        table,
+        long_inv_freq=tuple(_divided(spec, spec.scaling["long_factor"]).tolist()),
+        long_magnitude=float(spec.scaling.get("long_attention_factor", magnitude)),
+        original=int(spec.scaling["original_max_position_embeddings"]),
+    )
+
+
+def _two_sets(spec: RotarySpec) -> bool:
+    """Whether a table is another one for sequences beyond the original context."""
+    s = spec.scaling
+    return spec.rope_type == "longrope" and (
+        list(s["long_factor"]) != list(s["short_factor"])
+        or s.get("long_attention_factor", s.get("attention_factor")) != s.get("attention_factor")
     )
 
 
 def short_rope_tokens(tables: Sequence[RotarySpec]) -> int:
     """The longest sequence that takes the short set of a longrope table; 0: there is no such table."""
-    contexts = {int(t.scaling["original_max_position_embeddings"]) for t in tables if t.rope_type == "longrope"}
+    contexts = {int(t.scaling["original_max_position_embeddings"]) for t in tables if _two_sets(t)}
     return min(contexts, default=0)
 
 

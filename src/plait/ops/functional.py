@@ -43,6 +43,7 @@ head_norm = _operation(reference.head_norm, weights=1)
 rotate = _operation(reference.rotate, operands=2)
 gate = _operation(reference.gate, operands=2)
 activate = _operation(reference.activate)
+xielu = _operation(reference.xielu, weights=4)
 experts = _operation(reference.experts, operands=3, weights=4)
 dropout = _operation(reference.dropout)
 cast = _operation(reference.cast)
@@ -53,17 +54,18 @@ scale = _operation(reference.scale)
 soft_cap = _operation(reference.soft_cap)
 clip = _operation(reference.clip)
 select_rows = _operation(reference.select_rows, operands=2)
-logits = _operation(reference.logits, weights=1)
+logits = _operation(reference.logits, weights=2)
 
 
-def attend(q: Any, k: Any, v: Any, *, layer: int, spec: AttendSpec, memory: Any) -> Any:
+def attend(q: Any, k: Any, v: Any, sinks: Any = None, *, layer: int, spec: AttendSpec, memory: Any) -> Any:
     """Write k and v of a layer into the memory, attend with q: [..., H, dk] -> [..., H, dv].
 
     The one operation that also needs the memory, which a recording does not hold.
     """
     if isinstance(q, Symbol):
-        return q.recorder.emit("attend", (q, k, v), layer=layer, spec=spec.to_json())
-    return reference.attend(q, k, v, layer=layer, spec=spec, memory=memory)
+        weights = () if sinks is None else (sinks,)
+        return q.recorder.emit("attend", (q, k, v), weights, layer=layer, spec=spec.to_json())
+    return reference.attend(q, k, v, sinks, layer=layer, spec=spec, memory=memory)
 
 
 def attend_latent(q: Any, latent: Any, k_rope: Any, weight: Any, *, layer: int, spec: LatentSpec, memory: Any) -> Any:

@@ -40,13 +40,17 @@ def positions_by_reach(
     long_inv_freq: Sequence[float],
     original: int,
     magnitude: float = 1.0,
+    long_magnitude: float | None = None,
 ) -> Tensor:
     """`positions` with one of two tables: long_inv_freq where reach [...] exceeds `original` (Ding et al. 2024).
 
-    reach: the most tokens that the token's sequence will have, so that all of its keys are of one kind.
+    reach: the most tokens that the token's sequence will have, so that all of its keys are of one kind. long_magnitude:
+    of the long table; None: the same.
     """
     short = positions(position, inv_freq=inv_freq, magnitude=magnitude)
-    long = positions(position, inv_freq=long_inv_freq, magnitude=magnitude)
+    long = positions(
+        position, inv_freq=long_inv_freq, magnitude=magnitude if long_magnitude is None else long_magnitude
+    )
     return torch.where((reach > original)[..., None, None], long, short)
 
 
@@ -122,10 +126,25 @@ def rotate(
     return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, layer: int, spec: Any, memory: Any) -> Tensor:
-    """Keys and values of a layer go into the memory, the queries attend to what it holds: [..., H, dk] -> [..., H,
-    dv]."""
-    return memory.attend_tensors(layer, q, k, v, spec)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, layer: int, spec: Any, memory: Any
+) -> Tensor:
+    """Keys and values of a layer go into the memory, the queries attend to what it holds: [..., H, dk] -> [..., H, dv].
+
+    sinks: a logit [H] of each head that takes part in its softmax and has no value.
+    """
+    return memory.attend_tensors(layer, q, k, v, spec, sinks)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [..., H, T, C] over their last axis, with one more logit sinks [H, T or 1] in a row's sum.
+
+    A row then sums to less than 1: the rest is the sink's.
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def attend_latent(
@@ -146,14 +165,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gate(x: Tensor, y: Tensor, *, kind: str) -> Tensor:
-    """act(x) * y (Shazeer 2020); x [..., 1] gates a whole row of y [..., D]."""
-    return ACTIVATIONS[kind](x) * y
+def gate(x: Tensor, y: Tensor, *, kind: str, **numbers: float) -> Tensor:
+    """act(x) * y (Shazeer 2020); x [..., 1] gates a whole row of y [..., D].
+
+    numbers: alpha and limit of the kind "clamped_swiglu", of which y is a factor in its own way; no other has any.
+    """
+    if kind == "clamped_swiglu":
+        return _clamped_swiglu(x, y, **numbers)
+    return ACTIVATIONS[kind](x, **numbers) * y
+
+
+def _clamped_swiglu(x: Tensor, y: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """g sigmoid(alpha g) (u + 1) with g = min(x, limit) and u = y limited to [-limit, limit] (gpt-oss)."""
+    g, u = x.clamp(max=limit), y.clamp(-limit, limit)
+    return (u + 1) * (g * torch.sigmoid(g * alpha))
 
 
 def activate(x: Tensor, *, kind: str) -> Tensor:
     """act(x)."""
     return ACTIVATIONS[kind](x)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """Huang and Schlag 2024: with p = softplus(alpha_p) and n = beta + softplus(alpha_n),
+
+    p x^2 + beta x where x > 0, else n (expm1(min(x, eps)) - x) + beta x. Each weight is one number.
+    """
+    p, n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    negative = (torch.expm1(torch.min(x, eps)) - x) * n + beta * x
+    return torch.where(x > 0, p * x * x + beta * x, negative)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
@@ -171,6 +211,9 @@ def route(
     [..., E]. All of it is computed in fp32, whatever the dtypes are (`RouterSpec` has the rules).
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if spec.scores == "sparse_mixer":
+        ids, weights = _sparse_mixer(logits, spec.jitter)
+        return ids.int(), weights * spec.scale if spec.scale != 1.0 else weights, logits
     if spec.scores == "topk_softmax":
         scores = logits
     else:
@@ -187,10 +230,31 @@ def route(
     if spec.scores == "topk_softmax":
         weights = weights.softmax(-1)
     if spec.renormalises:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=spec.least_sum) if spec.least_sum else total + 1e-20)
     if spec.scale != 1.0:
         weights = weights * spec.scale
     return ids.int(), weights, logits
+
+
+def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """The two largest logits [..., E], each weighted by its share in a softmax of its own (Liu et al. 2023, of a model
+    that is not being trained): over itself and the others that come close to it, of the second without the first.
+
+    Logit s is far from the largest one m where (m - s) / max(|s|, m) > 2 jitter. Returns ids and weights [..., 2].
+    """
+    ids, weights = [], []
+    left = logits
+    for _ in range(2):
+        with torch.no_grad():
+            chosen = _largest(left, 1)
+            best = logits.gather(-1, chosen)
+            far = (best - logits) / logits.abs().maximum(best) > 2 * jitter
+        shares = left.masked_fill(far, float("-inf")).softmax(-1)
+        ids.append(chosen)
+        weights.append(shares.gather(-1, chosen))
+        left = logits.scatter(-1, chosen, float("-inf"))
+    return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
 def _eligible(selection: Tensor, spec: RouterSpec) -> Tensor:
@@ -212,12 +276,13 @@ def experts(
     *,
     kind: str,
     gated: bool = True,
+    **numbers: float,
 ) -> Tensor:
     """Weighted sum of each token's experts: x [..., D], ids [..., k], weights fp32 [..., k] -> [..., D].
 
     gate_up: [E, 2F, D] with the gate's rows first (gated False: [E, F, D], up alone), its bias [E, 2F]; down: [E, D,
-    F], its bias [E, D]. Tokens are sorted by expert, so that each expert runs once, on one slice; no token is dropped.
-    The sum over k is made in fp32, in the order of `ids`.
+    F], its bias [E, D]. kind, numbers: as of `gate`. Tokens are sorted by expert, so that each expert runs once, on one
+    slice; no token is dropped. The sum over k is made in fp32, in the order of `ids`.
     """
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
@@ -233,7 +298,7 @@ def experts(
             hidden = F.linear(rows, w_in, b_in)
             if gated:
                 first, second = hidden.chunk(2, dim=-1)
-                hidden = gate(first, second, kind=kind)
+                hidden = gate(first, second, kind=kind, **numbers)
             else:
                 hidden = activate(hidden, kind=kind)
             parts.append(F.linear(hidden, w_out, b_out))
@@ -292,9 +357,9 @@ def select_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows)
 
 
-def logits(x: Tensor, head: Tensor) -> Tensor:
-    """x [..., D] times the head [V, D] transposed, returned in fp32."""
-    return F.linear(x, head).float()
+def logits(x: Tensor, head: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., D] times the head [V, D] transposed, plus b [V], returned in fp32."""
+    return F.linear(x, head, bias).float()
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {
@@ -312,6 +377,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
         attend_latent,
         gate,
         activate,
+        xielu,
         route,
         experts,
         dropout,

@@ -128,7 +128,8 @@ OPERATIONS: dict[str, Operation] = {
         _pointwise(3),
     ),
     "attend": Operation(
-        "write k [N, Hk, dk], v [N, Hk, dv] of a layer, attend with q [N, H, dk] -> [N, H, dv]",
+        "write k [N, Hk, dk], v [N, Hk, dv] of a layer, attend with q [N, H, dk] -> [N, H, dv]; weight: sinks [H] or"
+        " none",
         _attend,
         memory=True,
     ),
@@ -139,8 +140,11 @@ OPERATIONS: dict[str, Operation] = {
         _matrix_flops,
         memory=True,
     ),
-    "gate": Operation("act(x) * y; x may be one number per token, [N, 1]", _gate, _gate_flops),
+    "gate": Operation(
+        "act(x) * y; x may be one number per token, [N, 1]; kind clamped_swiglu has alpha and limit", _gate, _gate_flops
+    ),
     "activate": Operation("act(x)", _same, _pointwise(5)),
+    "xielu": Operation("xIELU(x); weights alpha_p, alpha_n, beta, eps: a number each", _same, _pointwise(8)),
     "route": Operation(
         "x [N, D] -> the experts that each token chooses, i32 [N, k], best first, their weights, f32 [N, k], and the"
         " logits x W^T + b, f32 [N, E]; weights W [E, D], b [E] or none, a bias of the selection [E] or none",
@@ -163,7 +167,7 @@ OPERATIONS: dict[str, Operation] = {
     "soft_cap": Operation("c * tanh(x / c)", _same, _pointwise(4)),
     "clip": Operation("x limited to [-limit, limit]", _same, _pointwise(1)),
     "select_rows": Operation("x [N, D], rows [R] -> [R, D]", _select_rows),
-    "logits": Operation("x [R, D] -> x E^T in fp32 [R, V]", _logits, _matrix_flops),
+    "logits": Operation("x [R, D] -> x E^T + b in fp32 [R, V]; E [V, D], b [V] or none", _logits, _matrix_flops),
 }
 
 # Names that the set reserves: collectives come with parallelism.

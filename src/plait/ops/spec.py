@@ -77,23 +77,27 @@ class RouterSpec:
     """How a token chooses top_k of num_experts, from logits = x W^T (+ b) in fp32.
 
     scores: "softmax" or "sigmoid" of all logits; "topk_softmax" selects by the logits and takes the softmax over the
-    chosen. A per-expert selection bias, where there is one, is added to the scores for selection only. groups > 0: the
-    experts form so many groups of consecutive ones, and only those of the top_groups best groups are eligible; a group
-    scores its "best" selection score or the sum of its "two_best". masked: what ineligible experts have: "zero" makes
-    their scores 0 (selection and weight), "minus_infinity" keeps them from being selected. Ties select the lower index.
+    chosen; "sparse_mixer" chooses two, each with its share among those that `jitter` calls close to it, and has nothing
+    of what follows but scale. A per-expert selection bias, where there is one, is added to the scores for selection
+    only. groups > 0: the experts form so many groups of consecutive ones, and only those of the top_groups best groups
+    are eligible; a group scores its "best" selection score or the sum of its "two_best". masked: what ineligible
+    experts have: "zero" makes their scores 0 (selection and weight), "minus_infinity" keeps them from being selected.
+    Ties select the lower index.
     The weights are the scores of the chosen; renormalise: divided by their sum + 1e-20 "never", "always", or where
-    "several" are chosen; then times scale.
+    "several" are chosen; least_sum > 0: by their sum or that, whichever is more; then times scale.
     """
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer"] = "softmax"
     renormalise: Literal["never", "always", "several"] = "never"
     scale: float = 1.0
     groups: int = 0
     top_groups: int = 0
     group_score: Literal["best", "two_best"] = "best"
     masked: Literal["zero", "minus_infinity"] = "minus_infinity"
+    least_sum: float = 0.0
+    jitter: float = 0.0
 
     @property
     def renormalises(self) -> bool:
@@ -108,14 +112,15 @@ class RotaryTable:
     """Frequencies of one rotary embedding: angle of pair i at position p is p * inv_freq[i].
 
     inv_freq: fp32 values (as Python floats), one per rotating pair; magnitude multiplies cos and sin.
-    long_inv_freq: what takes their place for sequences that may become longer than `original` tokens (LongRoPE);
-    empty: the table is the same for all.
+    long_inv_freq, long_magnitude: what takes their place for sequences that may become longer than `original` tokens
+    (LongRoPE); empty: the table is the same for all.
     """
 
     inv_freq: tuple[float, ...]
     magnitude: float = 1.0
     long_inv_freq: tuple[float, ...] = ()
     original: int = 0
+    long_magnitude: float = 1.0
 
     @property
     def width(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.ops.interpreter import Interpreter
 from plait.ops.recording import Op, Recording
+from plait.ops.reference import softmax_with_sinks
 from plait.ops.spec import AttendSpec, LatentSpec
 
 LARGEST = 5
@@ -38,7 +39,9 @@ def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memo
         }
         if op.name == "attend":
             q, k, _ = inputs
-            row["attention"] = largest_weights(attention_weights(q, k, AttendSpec(**op.attrs["spec"]))[:, -1])
+            sinks = weights[op.weights[0].name] if op.weights and op.weights[0] is not None else None
+            shares = attention_weights(q, k, AttendSpec(**op.attrs["spec"]), sinks)
+            row["attention"] = largest_weights(shares[:, -1])
         if op.name == "attend_latent":
             (ref,), latent = op.weights, LatentSpec(**op.attrs["spec"])
             assert ref is not None
@@ -56,8 +59,8 @@ def trace(recording: Recording, weights: Mapping[str, Tensor], ids: Tensor, memo
     return {"operations": rows, "logits": outputs["logits"][0]}
 
 
-def attention_weights(q: Tensor, k: Tensor, spec: AttendSpec) -> Tensor:
-    """softmax(cap(scale q k^T)) of one sequence in fp32: q [N, H, d], k [N, Hk, d] -> [H, N, N].
+def attention_weights(q: Tensor, k: Tensor, spec: AttendSpec, sinks: Tensor | None = None) -> Tensor:
+    """softmax(cap(scale q k^T)) of one sequence in fp32: q [N, H, d], k [N, Hk, d], sinks [H] -> [H, N, N].
 
     The reference form, apart from the implementation that ran: causal, 0 <= q - k < window.
     """
@@ -70,7 +73,8 @@ def attention_weights(q: Tensor, k: Tensor, spec: AttendSpec) -> Tensor:
     visible = distance >= 0
     if spec.window:
         visible &= distance < spec.window
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return softmax_with_sinks(scores, None if sinks is None else sinks.unsqueeze(-1))
 
 
 def expanded_keys(latent: Tensor, k_rope: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:

@@ -109,7 +109,8 @@ RULES: tuple[Rule, ...] = (gated_linear, activated_linear, linear_add, capped_lo
 # Operations whose rows do not know of one another: a row of the result needs that row of the operands only.
 _BY_ROW = frozenset(
     (
-        *("linear", "rms_norm", "layer_norm", "head_norm", "rotate", "gate", "activate", "route", "experts"),
+        *("linear", "rms_norm", "layer_norm", "head_norm", "rotate", "gate", "activate", "xielu", "route"),
+        "experts",
         *("dropout", "cast", "view", "split", "add", "scale", "soft_cap", "clip"),
     )
 )

@@ -14,6 +14,7 @@ import numpy as np
 from plait.kernels.abi import (
     ACTIVATIONS,
     FLOAT_LAYOUTS,
+    GATES,
     KIND_F32,
     KIND_Q8,
     LATENT_FORMS,
@@ -23,6 +24,7 @@ from plait.kernels.abi import (
     ROUTE_TWO_BEST,
     ROUTER_SCORES,
     ROWS_TOKENS,
+    XIELU,
 )
 from plait.ops.recording import Op
 from plait.ops.spec import LatentSpec, RouterSpec
@@ -34,16 +36,18 @@ from plait.weights.numbers import rounded
 
 def _embed(low: Lowering, op: Op) -> bool:
     (ref,) = op.weights
-    if low.step_arrays.get(op.inputs[0]) != "ids" or ref is None or ref.rows is not None:
+    of, offset = low.step_arrays.get(op.inputs[0]), op.attrs.get("offset", 0)
+    if ref is None or ref.rows is not None or low.weights[ref.name].layout not in LAYOUTS:
         return False
-    if low.weights[ref.name].layout not in LAYOUTS:
+    if of not in ("ids", "positions") or (offset and of == "ids"):
         return False
     scale = op.attrs.get("scale", 1.0)
     if op.attrs.get("round_scale"):
         # The model was trained with the factor in its weights' dtype. A table of BF16 or F16 numbers tells that dtype;
         # one in fp32 needs no rounding, and of a quantised one nothing is known: there the factor stays as it is.
         scale = float(rounded(np.array([scale], np.float32), low.weights[ref.name].layout)[0])
-    low.emit("embed", op, (), (low.new(op.outputs[0]),), (low.matrix(ref),), f=(scale,))
+    i = (int(of == "positions"), offset)
+    low.emit("embed", op, (), (low.new(op.outputs[0]),), (low.matrix(ref),), i, f=(scale,))
     return True
 
 
@@ -88,8 +92,13 @@ def _activated(low: Lowering, op: Op) -> bool:
     outputs = (low.new(op.outputs[0], quantised=low.only_as_records(op.outputs[0])),)
     w = tuple(low.matrix(ref) for ref in op.weights)
     kind = "gated" if op.name == "gated_linear" else "activated"
-    low.emit(kind, op, inputs, outputs, w, (ACTIVATIONS[op.attrs["kind"]],))
+    low.emit(kind, op, inputs, outputs, w, (GATES[op.attrs["kind"]],), _numbers(op))
     return True
+
+
+def _numbers(op: Op) -> tuple[float, ...]:
+    """What an activation needs to be given."""
+    return (op.attrs["alpha"], op.attrs["limit"]) if op.attrs["kind"] == "clamped_swiglu" else ()
 
 
 def _logits(low: Lowering, op: Op) -> bool:
@@ -97,13 +106,14 @@ def _logits(low: Lowering, op: Op) -> bool:
     value = op.outputs[0]
     if not low.fits[id(op)]:
         return False
-    inputs, w = (low.operand(op),), (low.matrix(op.weights[0]),)
+    bias = op.weights[1] if len(op.weights) > 1 else None
+    inputs, w = (low.operand(op),), (low.matrix(op.weights[0]), low.matrix(bias))
     limit = op.attrs.get("limit", 0.0)
     if low.recording.outputs.get("logits") == value and value not in low.readers:
         low.emit("logits", op, inputs, (), w, f=(limit,))
         return True
     product = low.new(value)
-    low.emit("linear", op, inputs, (product,), (*w, -1), (1,))
+    low.emit("linear", op, inputs, (product,), w, (1,))
     if limit:
         low.emit("soft_cap", op, (product,), (low.new(value),), f=(limit,))
     return True
@@ -122,9 +132,11 @@ def _rms_norm(low: Lowering, op: Op) -> bool:
 
 def _layer_norm(low: Lowering, op: Op) -> bool:
     heads, width = low.heads(op.inputs[0])
-    if not low.floats(op.inputs[0]) or not all(low.is_vector(ref, width) for ref in op.weights):
+    own = any(ref is not None and len(ref.shape) > 1 for ref in op.weights)  # every head has weights of its own
+    size = heads * width if own else width
+    if not low.floats(op.inputs[0]) or not all(low.is_vector(ref, size) for ref in op.weights):
         return False
-    matrices, i, f = tuple(low.matrix(ref) for ref in op.weights), (heads, width), (op.attrs["eps"],)
+    matrices, i, f = tuple(low.matrix(ref) for ref in op.weights), (heads, width, 0, int(own)), (op.attrs["eps"],)
     if not op.attrs.get("unit_offset") or op.weights[0] is None:
         _row(low, op, "layer_norm", matrices, i, f)
         return True
@@ -132,7 +144,7 @@ def _layer_norm(low: Lowering, op: Op) -> bool:
     x, (rows, wide) = low.of(op.inputs[0]), (low.rows(op.inputs[0]), heads * width)
     parts = low.buffer(rows, KIND_F32, wide), low.buffer(rows, KIND_F32, wide)
     low.emit("layer_norm", op, (x,), parts[:1], matrices, i, f)
-    low.emit("layer_norm", op, (x,), parts[1:], (-1, -1), i, f)
+    low.emit("layer_norm", op, (x,), parts[1:], (-1, -1), (heads, width), f)
     low.emit("add", op, parts, (low.new(op.outputs[0]),))
     return True
 
@@ -150,6 +162,7 @@ def _rotate(low: Lowering, op: Op) -> bool:
 
 def _attend(low: Lowering, op: Op) -> bool:
     spec, layer = op.attrs["spec"], op.attrs["layer"]
+    sinks = op.weights[0] if op.weights else None
     group = low.layout.groups[low.layout.slot(layer)[0]]
     cache = group.cache
     widths = (cache.num_kv_heads, cache.key_width, cache.value_width)
@@ -164,6 +177,7 @@ def _attend(low: Lowering, op: Op) -> bool:
         or group.block_tokens % 8
         or spec["window"] != cache.window
         or set(spec) - _ATTEND_KEYS
+        or not low.is_vector(sinks, spec["num_heads"])
     ):
         return False
     number = low.cache_numbers.setdefault(layer, len(low.cache_numbers))
@@ -173,7 +187,7 @@ def _attend(low: Lowering, op: Op) -> bool:
     records = spec["value_width"] % QUANTISED_BLOCK == 0 and low.only_as_records(op.outputs[0])
     out = low.new(op.outputs[0], quantised=records)
     f = (spec["scale"], spec["soft_cap"])
-    low.emit("attend", op, (q,), (out,), (-1,), (number, spec["num_heads"], spec["window"]), f)
+    low.emit("attend", op, (q,), (out,), (low.matrix(sinks),), (number, spec["num_heads"], spec["window"]), f)
     return True
 
 
@@ -213,12 +227,12 @@ _ATTEND_KEYS = {"num_heads", "num_kv_heads", "key_width", "value_width", "scale"
 
 def _gate(low: Lowering, op: Op) -> bool:
     x, y = op.inputs
-    if op.attrs["kind"] not in ACTIVATIONS or not low.floats(x, y):
+    if op.attrs["kind"] not in GATES or not low.floats(x, y):
         return False
-    one = low.tail(x) == (1,) and low.shape(x)[0] == low.shape(y)[0]
+    one = low.tail(x) == (1,) and low.shape(x)[0] == low.shape(y)[0] and op.attrs["kind"] in ACTIVATIONS
     if not one and not _alike(low, op):
         return False
-    _row(low, op, "gate", (), (ACTIVATIONS[op.attrs["kind"]], int(one)))
+    _row(low, op, "gate", (), (GATES[op.attrs["kind"]], int(one)), _numbers(op))
     return True
 
 
@@ -226,6 +240,14 @@ def _activate(low: Lowering, op: Op) -> bool:
     if op.attrs["kind"] not in ACTIVATIONS or not low.floats(*op.inputs):
         return False
     _row(low, op, "activate", (), (ACTIVATIONS[op.attrs["kind"]],))
+    return True
+
+
+def _xielu(low: Lowering, op: Op) -> bool:
+    """An activation that reads its four numbers where they lie."""
+    if not low.floats(*op.inputs) or not all(low.is_vector(ref, 1) for ref in op.weights):
+        return False
+    _row(low, op, "activate", tuple(low.matrix(ref) for ref in op.weights), (XIELU,))
     return True
 
 
@@ -263,7 +285,8 @@ def _route(low: Lowering, op: Op) -> bool:
         spec["top_groups"],
         flags,
     )
-    low.emit("route", op, (logits,), (ids, weights), (low.matrix(selection_bias),), i, (spec["scale"],))
+    f = (spec["scale"], spec["jitter"], spec["least_sum"])
+    low.emit("route", op, (logits,), (ids, weights), (low.matrix(selection_bias),), i, f)
     return True
 
 
@@ -274,7 +297,8 @@ def _experts(low: Lowering, op: Op) -> bool:
     x, ids, weights = op.inputs
     gate_up, up_bias, down, down_bias = op.weights
     gated = op.attrs.get("gated", True)
-    if gate_up is None or down is None or set(op.attrs) - {"kind", "gated"} or op.attrs["kind"] not in ACTIVATIONS:
+    known = GATES if gated else ACTIVATIONS
+    if gate_up is None or down is None or set(op.attrs) - _EXPERTS_KEYS or op.attrs["kind"] not in known:
         return False
     packed = [low.weights[ref.name] for ref in (gate_up, down)]
     (experts, _, width), hidden = gate_up.shape, down.shape[2]
@@ -294,9 +318,12 @@ def _experts(low: Lowering, op: Op) -> bool:
     # Rows that the experts share out are gathered where their results will be.
     results = low.slots(rows, KIND_F32, top_k, width, low.out.buffers[given].row_bytes)
     w = tuple(low.matrix(ref) for ref in op.weights)
-    i = (ACTIVATIONS[op.attrs["kind"]], experts, int(gated))
-    low.emit("experts", op, (given, low.of(ids), low.of(weights)), (out, inner, results), w, i)
+    i = (GATES[op.attrs["kind"]], experts, int(gated))
+    low.emit("experts", op, (given, low.of(ids), low.of(weights)), (out, inner, results), w, i, _numbers(op))
     return True
+
+
+_EXPERTS_KEYS = {"kind", "gated", "alpha", "limit"}
 
 
 def _constant(kind: str, attribute: str) -> Callable[[Lowering, Op], bool]:
@@ -372,6 +399,7 @@ NATIVE: dict[str, Callable[[Lowering, Op], bool]] = {
     "attend_latent": _attend_latent,
     "gate": _gate,
     "activate": _activate,
+    "xielu": _xielu,
     "dropout": _nothing,
     "cast": _nothing,
     "view": _nothing,

@@ -9,6 +9,7 @@ from plait.errors import RecordingError, WeightError
 from plait.kernels.abi import (
     ACTIVATIONS,
     FLOAT_LAYOUTS,
+    GATES,
     KIND_F32,
     KIND_I32,
     KIND_Q8,
@@ -163,10 +164,10 @@ class Lowering:
         return self.matrix_numbers.setdefault(MatrixRef(ref.name, second=True), len(self.matrix_numbers))
 
     def is_vector(self, ref: WeightRef | None, width: int | None = None) -> bool:
-        """Whether a weight is absent or a vector (of this width)."""
+        """Whether a weight is absent or a vector (of this many numbers in all)."""
         if ref is None:
             return True
-        rows = ref.rows or (0, ref.shape[0])
+        rows = ref.rows or (0, prod(ref.shape))
         return self.weights[ref.name].layout == VECTOR and width in (None, rows[1] - rows[0])
 
     def quantised(self, op: Op) -> bool:
@@ -176,12 +177,13 @@ class Lowering:
 
     def product_fits(self, op: Op) -> bool:
         """Whether there is a kernel for a product: packed matrices of one kind, biases as vectors, a known function."""
-        if op.attrs.get("kind", "silu") not in ACTIVATIONS:
+        known = GATES if op.name == "gated_linear" else ACTIVATIONS
+        if op.attrs.get("kind", "silu") not in known:
             return False
         head = op.name in ("logits", "capped_logits")
         if any(not self.is_float(value) for value in op.inputs) or (head and self.shape(op.inputs[0])[0] != "R"):
             return False
-        matrices, biases = (op.weights, ()) if head else (op.weights[::2], op.weights[1::2])
+        matrices, biases = op.weights[::2], op.weights[1::2]
         width = prod(self.tail(op.inputs[0]))
         kinds = set()
         for ref in matrices:

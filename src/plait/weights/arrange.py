@@ -176,12 +176,14 @@ def exact_dtype(formats: Mapping[str, int], dtype: str) -> str:
 
 def _check_shape(assignment: Assignment, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
     first, parts = assignment.parts[0], [shapes[p.name] for p in assignment.parts]
-    expected = (sum(s[0] for s in parts), *parts[0][1:])
+    expected = parts[0] if len(parts) == 1 else (sum(s[0] for s in parts), *parts[0][1:])
     if first.place is not None:
         (e0, e1), (r0, r1) = first.place.experts, first.place.rows
         expected = (e1 - e0, r1 - r0, *parts[0][2:])
         if e1 - e0 == 1 and len(found) < len(expected):
             expected = expected[1:]
+    if assignment.one_row:
+        expected = (1, *expected)
     if len(found) == 1 and expected == (1, *found):
         return  # a matrix of one row may be stored as a vector
     if tuple(found) != expected:

@@ -79,11 +79,13 @@ def hugging_face_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         (part, *more) = assignment.parts
         if more or part.place is None:
             tensor = _assemble(assignment, parameters)
-            yield assignment.file, tensor.T.contiguous() if matches(transposed, assignment.file) else tensor
+            tensor = tensor.unsqueeze(0) if assignment.one_row else tensor
+            yield assignment.file, tensor.mT.contiguous() if matches(transposed, assignment.file) else tensor
             continue
         if part.name not in stack:
             stack = {part.name: parameters[part.name].detach().cpu()}
-        yield assignment.file, part.place.of(stack[part.name]).squeeze(0).contiguous()
+        tensor = part.place.to_file(part.place.of(stack[part.name])).squeeze(0)
+        yield assignment.file, (tensor.mT if matches(transposed, assignment.file) else tensor).contiguous()
 
 
 def _parameters(decoder: Decoder) -> dict[str, Tensor]:

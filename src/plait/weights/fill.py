@@ -53,8 +53,12 @@ def fill(weight: PackedWeight, source: Source, place: Place | None, threads: int
 
 def fill_vector(weight: PackedWeight, values: NDArray[np.float32], place: Place | None) -> None:
     """The same for a vector: values in the order of what they fill."""
-    target = weight.vector() if place is None else place.of(weight.vector())
-    target[...] = values.reshape(target.shape)
+    if place is None:
+        target = weight.vector()
+        target[...] = values.reshape(target.shape)
+    else:
+        target = place.of(weight.vector())
+        target[...] = place.from_file(values.reshape(target.shape))
 
 
 def _pieces(weight: PackedWeight, place: Place | None) -> Iterator[_Piece]:
@@ -106,8 +110,13 @@ def _pack(weight: PackedWeight, source: Source, piece: _Piece, threads: int) -> 
         )
 
 
-def row_order(rows: NDArray[np.int64] | None, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
-    """The order of a tensor's lines (all axes but the last) for an order of its first axis."""
+def row_order(
+    rows: NDArray[np.int64] | None, shape: tuple[int, ...], place: Place | None = None
+) -> NDArray[np.int64] | None:
+    """The order of a tensor's lines (all axes but the last) for an order of its first axis, or for a place's own."""
+    if place is not None and place.order is not None:
+        experts = place.experts[1] - place.experts[0]
+        return (np.arange(experts)[:, None] * len(place.order) + place.order).reshape(-1)
     if rows is None:
         return None
     inner = prod(shape[1:-1])

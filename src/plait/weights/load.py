@@ -78,6 +78,6 @@ def _fill(decoder: Decoder, checkpoint: Checkpoint, report: LoadReport, dropped:
             target: torch.Tensor = parameters[part.name]
             if part.place is not None:
                 target = part.place.of(target)
-                rows = rows.reshape(target.shape)
-            target.copy_(rows)
+                rows = part.place.from_file(rows.reshape(target.shape))
+            target.copy_(rows.reshape(target.shape) if assignment.one_row else rows)
     report.expanded = {k: n for k, n in report.formats.items() if k not in PLAIN_FORMATS}

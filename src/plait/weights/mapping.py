@@ -32,11 +32,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A tensor of the file and what it fills. offset is added to its values on the way in."""
+    """A tensor of the file and what it fills. offset is added to its values on the way in. one_row: the file has a
+    vector as a matrix of one row."""
 
     file: str
     parts: tuple[Part, ...]
     offset: float = 0.0
+    one_row: bool = False
 
 
 class BoundMap:
@@ -144,7 +146,7 @@ class BoundMap:
         rows = rule.rows(self._config, layer) if rule.rows else [None] * len(rule.ours)
         place = rule.place(self._config, layer, expert) if rule.place else None
         parts = (Part(o.replace("{i}", str(layer)), r, place) for o, r in zip(rule.ours, rows, strict=True))
-        return Assignment(file, tuple(parts), rule.offset)
+        return Assignment(file, tuple(parts), rule.offset, rule.one_row)
 
     def _without_prefix(self, name: str) -> str:
         for theirs, ours in self._names.prefixes:

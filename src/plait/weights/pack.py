@@ -144,7 +144,8 @@ class Packing:
         lines = prod(info.shape[:-1])
         for part in assignment.parts:
             if part not in vectors:
-                rows = Source(storage, raw.ctypes.data, raw.nbytes // lines, row_order(part.rows, info.shape))
+                order = row_order(part.rows, info.shape, part.place)
+                rows = Source(storage, raw.ctypes.data, raw.nbytes // lines, order)
                 fill(weights[part.name], rows, part.place, threads)
 
 
@@ -188,9 +189,14 @@ def _formats(checkpoint: Checkpoint, plan: Plan) -> Counter[str]:
     return Counter(checkpoint.source.info(assignment.file).format for assignment in kept)
 
 
+def is_vector(name: str, num_axes: int) -> bool:
+    """Whether a weight is kept as plain float32: experts have a bias each, [E, R], and heads may have a norm each."""
+    return num_axes < 2 or name.endswith(("bias", "norm.weight"))
+
+
 def choose_layout(name: str, storage: str, num_axes: int, dtype: str) -> str:
     """The layout of a weight that a file stores as `storage`; dtype: "auto", "fp32", "bf16" or "fp16"."""
-    if num_axes == 1 or name.endswith("bias"):  # experts have a bias each: [E, R]
+    if is_vector(name, num_axes):
         return VECTOR
     if keeps_float32(name):
         return "F32"

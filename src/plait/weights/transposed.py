@@ -1,4 +1,4 @@
-"""A checkpoint some of whose matrices are stored as [in, out], seen as if they were [out, in] like all others."""
+"""A checkpoint some of whose matrices, or stacks of them, are stored as [in, out], seen as if they were [out, in]."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
+def _turned_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
+
+
 class TransposedSource:
     """A TensorSource over another one. patterns: regular expressions of the names that are turned."""
 
@@ -38,11 +42,11 @@ class TransposedSource:
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return replace(info, shape=info.shape[::-1]) if name in self._turned else info
+        return replace(info, shape=_turned_shape(info.shape)) if name in self._turned else info
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self._source.read(name, dtype)
-        return tensor.T.contiguous() if name in self._turned else tensor
+        return tensor.mT.contiguous() if name in self._turned else tensor
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """As of any source; of a turned tensor a copy."""
@@ -53,7 +57,7 @@ class TransposedSource:
         if info.format not in _TYPES:
             raise WeightError(f"{info.file}: {name} is stored as {info.format}, which cannot be transposed")
         stored = raw.view(_TYPES[info.format]).reshape(info.shape)
-        return np.ascontiguousarray(stored.T).view(np.uint8).reshape(-1)
+        return np.ascontiguousarray(stored.swapaxes(-1, -2)).view(np.uint8).reshape(-1)
 
     def release(self, name: str) -> None:
         self._source.release(name)

@@ -19,9 +19,7 @@ from plait.model.reader import ConfigReader
 
 _MODULES = (
     *("llama", "llama_like", "qwen", "gemma", "gpt_neox", "phi", "olmo", "cohere", "glm", "layer_norm", "gpt"),
-    "mixture",
-    "falcon",
-    "deepseek",
+    *("mixture", "falcon", "deepseek", "gpt_oss", "phimoe", "ernie", "apertus"),
 )
 
 # Families that need more than switches, and what they would need.

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): norms on both sides of each branch, 1 + w weights, windows on some layers.
+"""Gemma: weights 1 + w, scaled embeddings; 2 and 3 (text) norm both sides of each branch and have windows.
 
 Gemma 2 soft-caps its attention; Gemma 3 norms q and k instead and has a rotary table of its own for windowed layers.
 """
@@ -73,6 +73,26 @@ def _causal(read: ConfigReader) -> None:
 
 def _head_width(read: ConfigReader, hidden_size: int, heads: int) -> int:
     return given_head_width(read, hidden_size, heads) if "head_dim" in read.raw else read.integer("head_dim")
+
+
+@register("gemma", architecture="GemmaForCausalLM")
+def gemma(read: ConfigReader) -> ModelConfig:
+    d, heads, _ = sizes(read)
+    _causal(read)
+    bias = read.flag("attention_bias")
+    config = pre_norm_decoder(
+        read,
+        head_width=_head_width(read, d, heads),
+        kv_heads=read.integer("num_key_value_heads", heads),
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=NormSpec(eps=read.number("rms_norm_eps"), unit_offset=True, fp32_weight=True),
+    )
+    if read("hidden_act") == "gelu":  # its first configurations say so and mean the approximation by tanh
+        config = each_layer(
+            config, lambda layer: replace(layer, feed_forward=replace(layer.feed_forward, activation="gelu_tanh"))
+        )
+    return replace(config, embedding_scale=float(d) ** 0.5, round_embedding_scale=True, fp16_overflows=True)
 
 
 @register("gemma2", replace(NAMES, skip=(), prefixes=()), architecture="Gemma2ForCausalLM")

@@ -35,6 +35,7 @@ def activation(read: ConfigReader, key: str = "hidden_act") -> str:
         "gelu_fast": "gelu_tanh",
         "relu": "relu",
         "relu2": "relu_squared",
+        "xielu": "xielu",
     }
     if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{key}={name!r} is not supported (supported: {', '.join(sorted(known))})")
