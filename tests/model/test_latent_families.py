@@ -176,6 +176,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "num_nextn_predict_layers=1 and num_mtp_layers=2",
     ),
     "layers without end": ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, "at most 1000"),
+    "endless scale": (
+        "deepseek_v3",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1e300}},
+        r"mscale_all_dim=1e\+300 makes a softmax scale that is not finite",
+    ),
     "base": ("minicpm3", {"dim_model_base": 0}, "dim_model_base=0"),
 }
 

@@ -54,12 +54,13 @@ ABSORBED = {
 }
 
 
-def read(**changes: Any) -> dict[str, Any]:
-    """The config.json of V2-Lite's metadata with keys changed (dots as __); None removes."""
+def read(*tensors: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of V2-Lite's metadata with keys changed (dots as __); None removes. tensors: of the file."""
     keys = LITE | {key.replace("__", "."): value for key, value in changes.items()}
     metadata = {f"deepseek2.{key}": value for key, value in keys.items() if value is not None}
-    info = TensorInfo("token_embd.weight", (102_400, 2048), "F32", 4, "m.gguf", 0)
-    return gguf_config({"general.architecture": "deepseek2", **metadata}, {info.name: info})
+    shapes = dict.fromkeys(tensors, (1,)) | {"token_embd.weight": (102_400, 2048)}
+    infos = {name: TensorInfo(name, shape, "F32", 4, "m.gguf", 0) for name, shape in shapes.items()}
+    return gguf_config({"general.architecture": "deepseek2", **metadata}, infos)
 
 
 def attention(raw: dict[str, Any]) -> LatentAttentionSpec:
@@ -92,6 +93,8 @@ def test_the_router_decides_between_the_families():
     assert v2["routed_scaling_factor"] == 16.0 and v2["architectures"] == ["DeepseekV2ForCausalLM"]
     v3 = read(expert_gating_func=2, expert_group_count=8, expert_group_used_count=4, expert_weights_norm=True)
     assert (v3["model_type"], v3["norm_topk_prob"]) == ("deepseek_v3", True)
+    assert read("blk.3.exp_probs_b.bias", expert_gating_func=0)["model_type"] == "deepseek_v3"
+    assert read("blk.3.exp_probs_b.bias", expert_gating_func=1)["model_type"] == "deepseek_v2"
     assert parse_config(v3).layers[3].feed_forward.router.scores == "sigmoid"
     assert attention(v3).rotary.pairing == attention(lite).rotary.pairing == "adjacent"
 

@@ -56,7 +56,9 @@ def _widths(read: Reader, config: dict[str, Any]) -> None:
 
 
 def _router(read: Reader, config: dict[str, Any]) -> None:
-    kind = read.get("expert_gating_func", int, _SOFTMAX) or _SOFTMAX
+    # Early files do not say; a bias of the selection is the sigmoid's.
+    unsaid = _SIGMOID if read.layers_with("exp_probs_b.bias", config["num_hidden_layers"]) else _SOFTMAX
+    kind = read.get("expert_gating_func", int, 0) or unsaid
     if kind not in _CLASSES:
         raise read.error(f"expert_gating_func is {kind}: a router that is neither softmax nor sigmoid")
     config["model_type"], name = _CLASSES[kind]

@@ -29,6 +29,8 @@ REFUSED = {
     "qwen3_next": "gated delta-rule layers",
     "llama4": "chunked attention and temperature tuning",
     "minimax_m2": "partial q/k norms over the whole projection with sigmoid routing",
+    "deepseek_v32": "attention to the keys that an indexer chooses",
+    "kimi_linear": "gated delta-rule layers",
     "lfm2": "convolutional layers",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",

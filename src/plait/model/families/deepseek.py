@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 from plait.errors import ConfigError
@@ -69,7 +69,10 @@ def _softmax_scale(rotary: RotarySpec, width: int) -> float:
     scale, m_all = max(width, 1) ** -0.5, rotary.scaling.get("mscale_all_dim")
     if rotary.rope_type != "yarn" or not m_all:
         return scale
-    return scale * yarn_mscale(yarn_factor(rotary), m_all) ** 2
+    m = yarn_mscale(yarn_factor(rotary), m_all)
+    if not isfinite(scale * m * m):
+        raise ConfigError(f"rope_parameters.mscale_all_dim={m_all!r} makes a softmax scale that is not finite")
+    return scale * m * m
 
 
 def _only(read: ConfigReader, key: str, *allowed: Any) -> None:
@@ -96,7 +99,8 @@ def deepseek_v2(read: ConfigReader) -> ModelConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method={method!r}: a deepseek_v2 has 'greedy' or 'group_limited_greedy'")
     groups: dict[str, Any] = {}
-    read("n_group"), read("topk_group")  # without a meaning where the choice is greedy
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):  # without a meaning in some of the ways below
+        read(key)
     if method == "group_limited_greedy":
         groups = {"groups": read.integer("n_group"), "top_groups": read.integer("topk_group")}
         if groups["groups"] < 1:
@@ -111,7 +115,6 @@ def deepseek_v2(read: ConfigReader) -> ModelConfig:
         scale=1.0 if renormalised else read.number("routed_scaling_factor"),
         **groups,
     )
-    read("routed_scaling_factor")
     width, act = read.integer("moe_intermediate_size"), activation(read)
     shared = FeedForwardSpec(width * read.integer("n_shared_experts"), act, True, bias, bias)
     mixture = MixtureSpec(chosen, width, act, shared=shared)
