@@ -69,9 +69,13 @@ class Random:
 
 
 def gptq(m: Random, v2: bool = False, with_order: bool = True) -> Parts:
-    less, mask = 0 if v2 else 1, (1 << m.bits) - 1
     columns = [words(row.tolist(), m.bits) for row in m.q]
-    zeros = [words([(int(z) - less) & mask for z in m.zeros[:, g]], m.bits) for g in range(m.groups)]
+    if v2 or m.bits != 3:
+        zeros = [words(m.zeros[:, g].tolist(), m.bits) for g in range(m.groups)]
+        ones = 0 if v2 else words([1] * (32 // m.bits), m.bits)[0]
+        zeros = [[word - ones & 0xFFFFFFFF for word in row] for row in zeros]
+    else:
+        zeros = [words([(int(z) - 1) % 8 for z in m.zeros[:, g]], 3) for g in range(m.groups)]
     parts = {"qweight": int32(columns).T.contiguous(), "qzeros": int32(zeros), "scales": m.scales.T.contiguous()}
     if with_order:
         parts["g_idx"] = torch.from_numpy(m.g_idx.astype(np.int32))

@@ -110,11 +110,11 @@ def test_gptq_that_is_kept_is_the_rule_and_not_the_exception(tmp_path: Path) -> 
         check(opened(tmp_path, files.gptq(m), gptq_config(m, 128, sym=symmetric)), m.weight(), layout)
 
 
-def test_the_older_format_stores_a_zero_point_of_0_as_the_largest(tmp_path: Path) -> None:
+def test_a_zero_point_of_0_borrows_from_its_neighbour_in_the_older_format(tmp_path: Path) -> None:
     m = Random(32, 64, 32, symmetric=False)
     m.zeros[:] = 0
     parts = files.gptq(m)
-    assert (parts["qzeros"] == -1).all()  # nibbles of 15
+    assert (parts["qzeros"].numpy().view(np.uint32) == 0xEEEEEEEF).all()
     check(opened(tmp_path, parts, gptq_config(m, 32, sym=False)), m.weight(), "Q5_0")
 
 
@@ -341,3 +341,55 @@ def test_mxfp4_of_gguf_has_the_same_numbers(tmp_path: Path) -> None:
     source = opened(tmp_path, tensors, mxfp4_config())
     expected = gguf.dequantize(theirs.reshape(4, 34), gguf.GGMLQuantizationType.MXFP4)
     np.testing.assert_array_equal(source.read("m.down_proj")[0].float().numpy().T, expected)
+
+
+# compressed-tensors' own package as the oracle: it writes the configuration and the tensors, and expands them.
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_words_as_the_compressed_tensors_package_packs_them(bits: int, symmetric: bool, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+
+    check_package(PackedQuantizationCompressor, "pack-quantized", bits, "int", "group", symmetric, tmp_path)
+
+
+@pytest.mark.parametrize(("strategy", "symmetric"), [("channel", True), ("channel", False), ("tensor", True)])
+def test_bytes_as_the_compressed_tensors_package_writes_them(strategy: str, symmetric: bool, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.naive_quantized.base import IntQuantizationCompressor
+
+    check_package(IntQuantizationCompressor, "int-quantized", 8, "int", strategy, symmetric, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_fp8_as_the_compressed_tensors_package_writes_it(strategy: str, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+
+    check_package(FloatQuantizationCompressor, "float-quantized", 8, "float", strategy, True, tmp_path)
+
+
+def check_package(
+    compressor: Any, form: str, bits: int, kind: str, strategy: str, symmetric: bool, folder: Path
+) -> None:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    rows, cols = 40, 96
+    extra = {"group": {"group_size": 32}, "block": {"block_structure": [16, 40]}}.get(strategy, {})
+    args = QuantizationArgs(num_bits=bits, type=kind, symmetric=symmetric, strategy=strategy, **extra)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    generator = torch.Generator().manual_seed(bits)
+    shape = {"group": (rows, 3), "channel": (rows, 1), "tensor": (1,), "block": (3, 3)}[strategy]
+    scale = (torch.rand(shape, generator=generator) / (40 if kind == "float" else 1 << bits - 1) + 0.02).bfloat16()
+    state = {"weight": torch.randn(rows, cols, generator=generator).bfloat16(), "weight_scale": scale}
+    if not symmetric:
+        low = 1 << bits - 1
+        state["weight_zero_point"] = torch.randint(-low, low, shape, dtype=torch.int8, generator=generator)
+    stored = compressor.compress(dict(state), scheme)
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=["lm_head"]
+    ).to_dict()
+    source = opened(folder, stored, config)
+    exact = compressor.decompress({**stored, "weight_scale": scale.float()}, scheme)["weight"].float()
+    assert torch.equal(source.read("m.weight"), exact)
+    # In the model's own type the package rounds each product once.
+    assert torch.equal(source.read("m.weight", torch.bfloat16), compressor.decompress(stored, scheme)["weight"].bfloat16())

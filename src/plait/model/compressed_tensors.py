@@ -23,6 +23,7 @@ def read_compressed(block: Block) -> tuple[Quantisation, frozenset[str]]:
     transforms = block("transform_config", {})
     if transforms and not (isinstance(transforms, Mapping) and not transforms.get("config_groups")):
         raise ConfigError(f"{block.what}: transform_config (rotations of activations) is not supported")
+    block.refuse("moe_sparsity_config")
     groups = block("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise block.error("config_groups", groups, "must be an object of groups")
@@ -68,7 +69,7 @@ def _weights(keys: Block, storage: str, targets: tuple[str, ...]) -> WeightSchem
     if (kind == "float") == (storage in ("pack-quantized", "int-quantized")):
         raise keys.error("type", kind, f"does not fit the format {storage!r}")
     packed = storage == "pack-quantized"
-    bits = keys.number("num_bits", 8, (4, 8).__contains__ if packed else (8).__eq__, "4 or 8" if packed else "8")
+    bits = keys.number("num_bits", 8, range(2, 9).__contains__ if packed else (8).__eq__, "2 to 8" if packed else "8")
     symmetric = keys.flag("symmetric", True)
     if kind == "float" and not symmetric:
         raise keys.error("symmetric", False, "does not fit float weights")

@@ -20,7 +20,8 @@ ROLES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_id
 class GptqWeight(IntegerWeight):
     """qweight I32 [in * bits / 32, out], qzeros I32 [groups, out * bits / 32], scales [groups, out], g_idx I32 [in].
 
-    The older format stores zero points less one, modulo 2 ** bits: 0 as 15.
+    The older format stores zero points less one. Programs subtract a one for every zero point from the whole word, so that
+    a zero point of 0 borrows from its neighbour; of 3 bits, which words cut, each by itself and modulo 8.
     """
 
     def __init__(self, name: str, parts: Mapping[str, TensorInfo], fetch: Fetch, scheme: WeightScheme) -> None:
@@ -61,8 +62,11 @@ class GptqWeight(IntegerWeight):
     @cached_property
     def _zeros(self) -> NDArray[np.int16]:
         """Zero points [rows, groups]."""
-        zeros = unpack_words(self.array("qzeros").T, self.bits, self.rows)
-        return ((zeros + np.uint8(self._zero_offset)) & np.uint8((1 << self.bits) - 1)).astype(np.int16)
+        words = self.array("qzeros").T
+        if self.bits == 3:
+            return ((unpack_words(words, 3, self.rows) + np.uint8(self._zero_offset)) & np.uint8(7)).astype(np.int16)
+        ones = sum(1 << place for place in range(0, 32, self.bits)) * self._zero_offset
+        return unpack_words(words + np.uint32(ones), self.bits, self.rows).astype(np.int16)
 
     def integer_range(self) -> tuple[int, int]:
         zeros = self._zeros

@@ -69,9 +69,8 @@ class IntegerWeight(Logical):
 
     def _layout(self) -> str:
         """One for all weights of a scheme: experts that become one stack must not differ."""
-        if self.bits == 8:
-            return "Q8_0"
-        return "Q5_0" if self.bits == 4 and not self.symmetric else "Q4_0"
+        signed_bits = self.bits + (not self.symmetric and self.bits >= 4)
+        return "Q4_0" if signed_bits <= 4 else "Q5_0" if signed_bits == 5 else "Q8_0"
 
     def _scales_are_halves(self) -> bool:
         for first, last in self.chunks(self.groups, 0, self.rows):
