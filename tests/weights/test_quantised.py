@@ -392,4 +392,6 @@ def check_package(
     exact = compressor.decompress({**stored, "weight_scale": scale.float()}, scheme)["weight"].float()
     assert torch.equal(source.read("m.weight"), exact)
     # In the model's own type the package rounds each product once.
-    assert torch.equal(source.read("m.weight", torch.bfloat16), compressor.decompress(stored, scheme)["weight"].bfloat16())
+    assert torch.equal(
+        source.read("m.weight", torch.bfloat16), compressor.decompress(stored, scheme)["weight"].bfloat16()
+    )

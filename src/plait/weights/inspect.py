@@ -21,7 +21,7 @@ from plait.model.kv_arithmetic import CHUNK_TOKENS
 from plait.model.quantisation import read_quantisation
 from plait.weights.checkpoint import config_file, raw_config, with_divisors
 from plait.weights.locate import locate
-from plait.weights.quantised.source import QuantisedSource, quantised_source
+from plait.weights.quantised.source import check_plain, collect
 from plait.weights.sources import TensorSource, open_source
 
 _GGUF_TOKENIZER = "tokenizer.ggml."
@@ -103,21 +103,20 @@ def _config_facts(config: ModelConfig | None, raw: Mapping[str, Any] | None) -> 
 def _quantisation_facts(
     source: TensorSource, raw: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """What config.json says of quantised weights and how many there are, and what is wrong with them."""
+    """What config.json says of quantised weights and how many there are, and what is wrong with that."""
     if hasattr(source, "metadata") or not isinstance(raw, Mapping):
         return None, None
     try:
-        seen = quantised_source(source, read_quantisation(raw))
+        quantisation = read_quantisation(raw)
+        if quantisation is None:
+            check_plain(source)
+            return None, None
+        with _no_collection():
+            weights, unused = collect(source, quantisation)
     except PlaitError as error:
         return None, str(error)
-    if not isinstance(seen, QuantisedSource):
-        return None, None
-    return {
-        "method": seen.quantisation.method,
-        "title": seen.quantisation.title,
-        "weights": len(seen.weights),
-        "unused": len(seen.unused),
-    }, None
+    counts = {"weights": len(weights), "unused": len(unused)}
+    return {"method": quantisation.method, "title": quantisation.title, **counts}, None
 
 
 # Tensors

@@ -36,8 +36,10 @@ class Float8Weight(Logical):
     def __init__(self, name: str, parts: Mapping[str, TensorInfo], fetch: Fetch, scheme: WeightScheme) -> None:
         super().__init__(name, parts, fetch)
         self.need("weight", "scale")
-        self._shape = self.dims("weight", 3 if len(parts["weight"].shape) == 3 else 2)
-        self.expect("weight", self._shape, ("F8_E4M3",))
+        weight = parts["weight"]
+        self._shape = self.dims("weight", 3 if len(weight.shape) == 3 else 2)
+        if weight.format != "F8_E4M3":
+            raise self.error(f"{weight.name!r} is stored as {weight.format}; F8_E4M3 is expected")
         rows, cols = self._block(scheme)
         self.block = min(rows, self._shape[-2]), min(cols, self._shape[-1])
 

@@ -20,8 +20,8 @@ ROLES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_id
 class GptqWeight(IntegerWeight):
     """qweight I32 [in * bits / 32, out], qzeros I32 [groups, out * bits / 32], scales [groups, out], g_idx I32 [in].
 
-    The older format stores zero points less one. Programs subtract a one for every zero point from the whole word, so that
-    a zero point of 0 borrows from its neighbour; of 3 bits, which words cut, each by itself and modulo 8.
+    The older format stores zero points less one. Programs subtract a one for every zero point from the whole word, so
+    that a zero point of 0 borrows from its neighbour; of 3 bits, which words cut, each by itself and modulo 8.
     """
 
     def __init__(self, name: str, parts: Mapping[str, TensorInfo], fetch: Fetch, scheme: WeightScheme) -> None:

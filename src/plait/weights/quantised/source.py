@@ -49,7 +49,7 @@ class QuantisedSource:
         self._ignored = Modules(quantisation.ignore)
         self._targets = [(scheme, Modules(scheme.targets)) for scheme in quantisation.schemes]
         infos = [source.info(name) for name in source.names()]
-        found, self.unused = _COLLECT[quantisation.method](infos)
+        found, self.unused = collect(source, quantisation)
         self.weights = {name: self._weight(name, parts, source.raw) for name, parts in found.items()}
         self._names = self._in_order(infos, found)
         self._infos: dict[str, TensorInfo] = {}
@@ -156,6 +156,11 @@ class QuantisedSource:
 # Collecting the parts of each weight. A part whose main tensor is missing is found too: the weight then says so.
 
 
+def collect(source: TensorSource, quantisation: Quantisation) -> tuple[Found, list[str]]:
+    """The parts of every quantised weight, and the tensors that are left out. From the names and types alone."""
+    return _COLLECT[quantisation.method]([source.info(name) for name in source.names()])
+
+
 def _by_suffix(roles: Mapping[str, str], infos: Iterable[TensorInfo]) -> Found:
     found: Found = {}
     for info in infos:
@@ -189,23 +194,21 @@ def _collect_compressed(infos: list[TensorInfo]) -> tuple[Found, list[str]]:
 def _collect_fp8(infos: list[TensorInfo]) -> tuple[Found, list[str]]:
     unused = [info.name for info in infos if info.name.endswith(_FP8_UNUSED)]
     found: Found = {}
+    scales: dict[str, TensorInfo] = {}
+    for info in infos:
+        if info.name.endswith(("_scale_inv", "weight_scale")):
+            suffix = "_scale_inv" if info.name.endswith("_inv") else "_scale"
+            other = scales.setdefault(info.name.removesuffix(suffix), info)
+            if other is not info:
+                raise WeightError(f"{info.file}: {other.name!r} and {info.name!r} are scales of the same weight")
     for info in infos:
         if info.format == "F8_E4M3" and not info.name.endswith(("_scale_inv", "_scale")):
-            found.setdefault(info.name, {})["weight"] = info
-        elif info.name.endswith("_scale_inv"):
-            found.setdefault(info.name.removesuffix("_scale_inv"), {})["scale"] = info
-        elif info.name.endswith("weight_scale"):
-            found.setdefault(info.name.removesuffix("_scale"), {})["weight_scale"] = info
-    for info in infos:
-        if info.name in found:
-            found[info.name]["weight"] = info  # of whatever type: the weight says which it should be
-    for name, parts in found.items():
-        other = parts.pop("weight_scale", None)
-        if other is not None:
-            if "scale" in parts:
-                raise WeightError(f"{other.file}: {name!r} has two scales: {parts['scale'].name!r} and {other.name!r}")
-            parts["scale"] = other
-    return {name: dict(sorted(parts.items(), reverse=True)) for name, parts in found.items()}, unused
+            found[info.name] = {"weight": info}
+        elif info.name in scales:
+            found[info.name] = {"weight": info}  # of whatever type: the weight says which it should be
+    for name, info in scales.items():
+        found.setdefault(name, {})["scale"] = info
+    return found, unused
 
 
 def _collect_mxfp4(infos: list[TensorInfo]) -> tuple[Found, list[str]]:
@@ -259,6 +262,12 @@ def quantised_source(source: TensorSource, quantisation: Quantisation | None) ->
     """
     if quantisation is not None:
         return QuantisedSource(source, quantisation)
+    check_plain(source)
+    return source
+
+
+def check_plain(source: TensorSource) -> None:
+    """WeightError for FP8 tensors, which mean nothing without a quantisation block."""
     for name in source.names():
         info = source.info(name)
         if info.format in QUANTISED_DTYPES:
@@ -266,4 +275,3 @@ def quantised_source(source: TensorSource, quantisation: Quantisation | None) ->
                 f"{info.file}: tensor {name!r} is stored as {info.format}, but config.json has no quantization_config"
                 " that says how: restore it, or use a bf16 version of the model"
             )
-    return source
