@@ -195,6 +195,35 @@ def test_the_native_plan_keeps_what_fits_and_expands_the_rest(form: str, family:
         np.testing.assert_array_equal(full.expand(name), parameter.detach().numpy(), err_msg=name)
 
 
+THEIRS = {
+    "int4": ("int4", FORMATS["int4"][1]),
+    "int8": ("int8", FORMATS["int8"][1]),
+    "fp8 by row": ("fp8 by row", FORMATS["fp8 by row"][1]),
+    "fp8 in even blocks": ("fp8 in blocks", in_fp8((16, 32), "weight_scale_inv")),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [*((form, "llama") for form in THEIRS), ("fp8 in even blocks", "qwen3_moe")]
+)
+def test_transformers_loads_the_same_weights(form: str, family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    name, pack = THEIRS[form]
+    config = {**FORMATS[name][0], "dequantize": True}
+    if "weight_block_size" in config:
+        config["weight_block_size"] = [16, 32]
+    plait.from_config(MODELS[family], seed=3).save_pretrained(tmp_path / "source")
+    path = quantised_model(tmp_path / "source", tmp_path / "quantised", config, pack, torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ours = plait.load(path, "fp32")
+    expected = theirs.state_dict()
+    for key, parameter in ours.named_parameters():
+        # compressed-tensors rounds to the scales' type, whatever the model's is.
+        rounded = parameter.bfloat16().float() if config["quant_method"] == "compressed-tensors" else parameter
+        assert torch.equal(rounded, expected[key].float()), key
+
+
 STEPS = (((0, 20), (1, 9)), ((0, 1), (1, 1)))
 
 

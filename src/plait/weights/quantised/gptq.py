@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.model.quantisation import WeightScheme
-from plait.weights.quantised.base import FLOATS, INTEGERS, Fetch
+from plait.weights.quantised.base import FLOATS, INTEGERS, Fetch, turned
 from plait.weights.quantised.integers import IntegerWeight, unpack_words, words_for
 from plait.weights.sources import TensorInfo
 
@@ -73,7 +73,7 @@ class GptqWeight(IntegerWeight):
         return -int(zeros.max(initial=0)), (1 << self.bits) - 1 - int(zeros.min(initial=255))
 
     def integers(self, start: int, stop: int) -> NDArray[np.int16]:
-        q = unpack_words(self.array("qweight")[:, start:stop], self.bits, self.cols).T.astype(np.int16)
+        q = turned(unpack_words(self.array("qweight")[:, start:stop], self.bits, self.cols), np.int16)
         zeros = self._zeros[start:stop]
         if self._order is None:
             q -= np.repeat(zeros, self.group_size, axis=1)[:, : self.cols]

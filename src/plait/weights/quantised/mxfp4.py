@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.weights.numbers import bf16_bits, bf16_values
-from plait.weights.quantised.base import Fetch, Logical, powers_of_two
+from plait.weights.quantised.base import Fetch, Logical, powers_of_two, turned
 from plait.weights.sources import TensorInfo
 
 # The first scale with which a number can be infinite, 2 ** 126 * 6, and the exponent of such numbers.
@@ -18,10 +18,11 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([_E2M1, -_E2M1])
 
 
-def _table() -> NDArray[np.uint16]:
-    """bfloat16 bits by scale and nibble, [256, 16]: every product is exact in bfloat16."""
+def _table() -> NDArray[np.uint32]:
+    """Two bfloat16 numbers by scale and byte, [256 * 256], the low nibble's first: all are exact in bfloat16."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return bf16_bits(powers_of_two(np.arange(256, dtype=np.uint8))[:, None] * VALUES)
+        bits = bf16_bits(powers_of_two(np.arange(256, dtype=np.uint8))[:, None] * VALUES).astype("<u4")
+    return (bits[:, None, :] | bits[:, :, None] << 16).reshape(-1)
 
 
 class Mxfp4Weight(Logical):
@@ -67,14 +68,12 @@ class Mxfp4Weight(Logical):
         experts, rows, groups, _ = self.parts["blocks"].shape
         blocks = self._fetch(self.parts["blocks"].name).reshape(experts, rows, groups, 16)
         scales = self._fetch(self.parts["scales"].name).reshape(experts, rows, groups)
-        table = _table().reshape(-1)
+        table = _table()
         out = np.empty((stop - start, 32 * groups, rows), np.uint16)
         for expert in range(start, stop):
-            index = scales[expert].astype(np.uint16)[..., None] << 4
-            both = np.empty((rows, groups, 16, 2), np.uint16)
-            both[..., 0] = table[index | (blocks[expert] & 15)]
-            both[..., 1] = table[index | (blocks[expert] >> 4)]
-            if scales[expert].max(initial=0) >= _LARGE and ((both & _EXPONENT) == _EXPONENT).any():
+            index = scales[expert].astype(np.uint16)[..., None] << 8 | blocks[expert]
+            bits = table[index].view("<u2").reshape(rows, 32 * groups)
+            if scales[expert].max(initial=0) >= _LARGE and ((bits & _EXPONENT) == _EXPONENT).any():
                 raise self.error(f"expert {expert} has numbers that are not finite: a scale of {scales[expert].max()}")
-            out[expert - start] = both.reshape(rows, 32 * groups).T
+            out[expert - start] = turned(bits, np.uint16)
         return out
