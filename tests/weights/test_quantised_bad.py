@@ -15,14 +15,17 @@ from safetensors.torch import load_file, save_file
 
 import plait
 from plait.errors import ConfigError, PlaitError, WeightError
+from plait.kernels.native import native_library
 from plait.model.quantisation import read_quantisation
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.numbers import float32_rows
+from plait.weights.pack import pack_checkpoint
 from plait.weights.quantised.source import QuantisedSource
 from plait.weights.safetensors_source import SafetensorsSource
 from tests import quantised_files as files
 from tests.model.test_quantisation import AWQ, FP8, GPTQ, INT4, MXFP4
 from tests.quantised_files import Parts, Random
+from tests.weights.test_quantised_models import directory
 
 
 def case(name: str) -> tuple[dict[str, Any], Parts]:
@@ -243,6 +246,29 @@ def test_mutated_checkpoints_are_read_or_refused(name: str, tmp_path: Path) -> N
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
     assert counts["read"] >= 10 and counts["refused"] >= 50, counts
+
+
+@pytest.mark.parametrize("name", ["gptq", "int4", "fp8 in blocks"])
+def test_mutated_models_are_loaded_and_packed_or_refused(name: str, tmp_path: Path) -> None:
+    """All the way: names, shapes and stacks of the model come on top."""
+    path = directory(tmp_path, name, "qwen3_moe", num_hidden_layers=1)
+    block = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    rng = random.Random(name)
+    counts = {"read": 0, "refused": 0}
+    for _ in range(25):
+        changed, kept = mutate(block["quantization_config"], tensors, rng)
+        save_file({key: tensor.contiguous() for key, tensor in kept.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({**block, "quantization_config": changed}))
+        try:
+            plait.load(path, "fp32")
+            if native_library() is not None:
+                pack_checkpoint(open_checkpoint(path))
+            counts["read"] += 1
+        except PlaitError as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000
+            counts["refused"] += 1
+    assert counts["read"] and counts["refused"] >= 10, counts
 
 
 def test_expanding_takes_little_memory_besides_the_result(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import plait
+from plait.cli.main import main
+from plait.engine.params import SamplingParams
 from plait.errors import WeightError
 from plait.kernels.native import native_library, reason
 from plait.memory.layout import make_layout
@@ -29,6 +31,7 @@ from tests.plan.models import PlainWeight
 from tests.plan.plan_model import PlanModel
 from tests.plan.steps import Script
 from tests.quantised_files import Packer, Parts, Random, quantised_model
+from tests.tiny import VOCAB_SIZE, write_tokenizer
 
 needs_library = pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}")
 
@@ -345,3 +348,24 @@ def test_inspect_names_the_quantisation(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(raw))
     facts = inspect_checkpoint(path)
     assert not facts["supported"] and "bits=5 must be 2, 3, 4 or 8" in facts["problem"]
+
+
+@needs_library
+def test_the_cache_keeps_what_the_report_says_and_a_command_runs_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory(tmp_path, "gptq", "llama", vocab_size=VOCAB_SIZE)
+    write_tokenizer(path, chat=False)
+    first, second = load_native(path), load_native(path)
+    assert not first.cached and second.cached
+    assert second.report.kept == first.report.kept == {"GPTQ 4-bit as Q4_0": 14}
+    assert second.report.lines()[1:] == first.report.lines()[1:]
+    assert main(["inspect", str(path)]) == 0
+    assert "quantised          GPTQ, 4 bits, groups of 32: 14 weights" in capsys.readouterr().out
+    prompt = [5, 6, 7]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    texts = []
+    for plan in ("native", "reference"):
+        llm = plait.LLM(path, plan=plan, dtype="fp32", kv_memory="1MiB", threads=1)
+        texts.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1] and len(texts[0]) == 8

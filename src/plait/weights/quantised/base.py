@@ -20,6 +20,8 @@ Fetch = Callable[[str], NDArray[np.uint8]]
 # Numbers expanded at a time: temporaries stay a few tens of megabytes beside the result.
 CHUNK_NUMBERS = 1 << 22
 _STRIP = 64
+# A scale times the largest integer or FP8 number stays finite.
+_LARGEST = 1e35
 
 INTEGERS = ("I32",)
 FLOATS = ("F16", "BF16", "F32")
@@ -97,15 +99,16 @@ class Logical(ABC):
         return data.view(_DTYPES[info.format]).reshape(info.shape)
 
     def floats(self, role: str) -> NDArray[np.float32]:
-        """A part as float32. Raises WeightError where a number is not finite."""
+        """Scales as float32. Raises WeightError for what is not finite, or so large that a weight would not be."""
         info = self.parts[role]
         with np.errstate(over="ignore", invalid="ignore"):
-            if info.format == "F8_E8M0":
+            if info.format in ("F8_E8M0", "U8"):
                 values = powers_of_two(self._fetch(info.name)).reshape(info.shape)
             else:
                 values = self.array(role).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise self.error(f"{info.name!r} holds {int((~np.isfinite(values)).sum())} numbers that are not finite")
+        bad = int(np.count_nonzero(~(np.abs(values) < _LARGEST)))
+        if bad:
+            raise self.error(f"{info.name!r} holds {bad} numbers that are not finite or exceed {_LARGEST:g}")
         return values
 
     def error(self, why: str) -> WeightError:

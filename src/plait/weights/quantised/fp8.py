@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.model.quantisation import WeightScheme
-from plait.weights.quantised.base import FLOATS, Fetch, Logical, powers_of_two
+from plait.weights.quantised.base import FLOATS, Fetch, Logical
 from plait.weights.sources import TensorInfo
 
 
@@ -75,12 +75,6 @@ class Float8Weight(Logical):
     def _scales(self) -> NDArray[np.float32]:
         *stack, rows, cols = self._shape
         grid = (*stack, -(-rows // self.block[0]), -(-cols // self.block[1]))
-        info = self.parts["scale"]
-        if info.format == "U8":
-            values = powers_of_two(self._fetch(info.name))
-            if not np.isfinite(values).all():
-                raise self.error(f"{info.name!r} holds {int(np.isnan(values).sum())} numbers that are not finite")
-            return values.reshape(grid)
         return self.floats("scale").reshape(grid)
 
     def numbers(self, start: int, stop: int) -> NDArray[np.float32]:
@@ -98,6 +92,5 @@ class Float8Weight(Logical):
             else:
                 scales = np.repeat(self._scales[first:last], row_block, axis=1)[:, : part.shape[1]]
             scales = np.repeat(scales, column_block, axis=-1)[..., : part.shape[-1]]
-            with np.errstate(over="ignore"):
-                np.multiply(E4M3[part], scales, out=out[first - start : last - start])
+            np.multiply(E4M3[part], scales, out=out[first - start : last - start])
         return out
