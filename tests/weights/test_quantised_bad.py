@@ -172,6 +172,10 @@ def test_eight_bit_floats_without_a_block_are_no_weights(tmp_path: Path) -> None
         WeightError, match=rf"'{name}' is stored as F8_E4M3, but config.json has no quantization_config"
     ):
         open_checkpoint(tmp_path)
+    packed = name.replace("weight", "qweight")
+    save_file({**tensors, packed: torch.zeros(8, 64, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=rf"'{packed}' is stored as I32, but config.json has no quantization_config"):
+        open_checkpoint(tmp_path)
 
 
 def test_families_whose_matrices_stand_the_other_way_are_refused(tmp_path: Path) -> None:

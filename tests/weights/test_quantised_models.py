@@ -91,6 +91,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+WHOLE = "gptq of 8 bits in whole rows"
 # name -> the block of config.json, its packer, and what the native plan makes of its matrices.
 FORMATS: dict[str, tuple[dict[str, Any], Packer, str]] = {
     "gptq": (GPTQ, made(32, files.gptq), "GPTQ 4-bit as Q4_0"),
@@ -99,7 +100,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Packer, str]] = {
         made(32, files.gptq, symmetric=False, order=True),
         "GPTQ 4-bit in fp32",
     ),
-    "gptq of 8 bits in whole rows": (
+    WHOLE: (
         {**GPTQ, "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
         made(-1, lambda m: files.gptq(m, v2=True), bits=8),
         "GPTQ 8-bit as Q8_0",
@@ -238,7 +239,10 @@ def native_executor(path: Path, dtype: str) -> tuple[NativeExecutor, Script]:
 
 
 @needs_library
-@pytest.mark.parametrize(("form", "family"), [("gptq", "llama"), ("awq", "qwen3_moe"), ("fp8 in blocks", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [(form, "llama") for form in ("gptq", WHOLE)] + [(form, "qwen3_moe") for form in ("awq", "fp8 in blocks")],
+)
 def test_native_logits(form: str, family: str, tmp_path: Path) -> None:
     """In fp32 the same bits as of the plain twin. As kept: those of a float64 model of the plan that has the twin's
     numbers, and rounds activations to 8 bits where a matrix is quantised, as the kernels do."""
@@ -369,3 +373,20 @@ def test_the_cache_keeps_what_the_report_says_and_a_command_runs_from_it(
         llm = plait.LLM(path, plan=plan, dtype="fp32", kv_memory="1MiB", threads=1)
         texts.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1] and len(texts[0]) == 8
+
+
+@needs_library
+def test_a_stack_of_which_one_expert_does_not_fit_is_expanded_whole(tmp_path: Path) -> None:
+    path = directory(tmp_path, "int4", "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.down_proj.weight_scale"
+    tensors[name][3, 0] = 2.0**-30  # less than half precision holds
+    save_file(tensors, path / "model.safetensors")
+    store = pack_checkpoint(open_checkpoint(path))
+    stack = "model.layers.0.mlp.experts.down_proj"
+    assert {key for key, weight in store.items() if weight.layout == "F32" and "_proj" in key} == {stack}
+    assert store.report.expanded == {"int4": 3} and store.report.expanded_to == "fp32"
+    assert list(store.report.kept) == ["int4 as Q4_0"]
+    for key, parameter in plait.load(path, "fp32").named_parameters():
+        np.testing.assert_array_equal(store.expand(key), parameter.detach().numpy(), err_msg=key)
+    assert 0 < np.abs(store.expand(stack)[1, 3, :32]).max() < 1e-7

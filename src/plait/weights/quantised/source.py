@@ -267,10 +267,10 @@ def quantised_source(source: TensorSource, quantisation: Quantisation | None) ->
 
 
 def check_plain(source: TensorSource) -> None:
-    """WeightError for FP8 tensors, which mean nothing without a quantisation block."""
+    """WeightError for FP8 and packed tensors, which mean nothing without a quantisation block."""
     for name in source.names():
         info = source.info(name)
-        if info.format in QUANTISED_DTYPES:
+        if info.format in QUANTISED_DTYPES or name.endswith((".qweight", ".weight_packed")):
             raise WeightError(
                 f"{info.file}: tensor {name!r} is stored as {info.format}, but config.json has no quantization_config"
                 " that says how: restore it, or use a bf16 version of the model"
