@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     # families
     "bidirectional gemma": ("gemma3_text", {"use_bidirectional_attention": True}, r"use_bidirectional_attention=true"),
-    "quantised checkpoint": ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"'gptq'"),
+    "quantisation": ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, r"'bitsandbytes' is not supp"),
     "family that needs more": ("qwen3_next", {}, r"'qwen3_next' is not supported: it needs gated delta-rule layers"),
     "state space": ("mamba2", {}, r"'mamba2' is not supported: it needs state-space layers"),
     "unknown family": ("lama", {}, r"unknown model_type 'lama'; did you mean 'llama'\? \(known: .*gemma3_text"),

@@ -97,6 +97,9 @@ def _show_facts(facts: dict[str, Any]) -> None:
         total, active = config["parameters"]["total"], config["parameters"]["active"]
         of_them = "" if active == total else f", {active:,} active for a token"
         print(f"  {'parameters':<18} {total:,}{of_them} ({counts})")
+    if facts["quantisation"]:
+        known = facts["quantisation"]
+        print(f"  {'quantised':<18} {known['title']}: {known['weights']:,} weights")
     _section(f"tensors: {tensors['count']:,} in {tensors['files']} file(s), {_size(tensors['bytes'])}")
     rows = [
         (f"  {name}", f"{f['tensors']:,}", f"{f['numbers']:,}", _size(f["bytes"]))

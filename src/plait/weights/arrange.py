@@ -36,7 +36,8 @@ class LoadReport:
     dtype: what the weights are kept in ("bfloat16", or the packed layouts, the largest first). formats: tensors by
     storage format of the file; expanded: those that were not floats there and are now kept as `expanded_to`.
     exact: the shortest dtype ("float32", ...) that holds every weight as it is kept. second_bytes: what of weight_bytes
-    the second layout of latent attention's weights takes.
+    the second layout of latent attention's weights takes. quantised: what config.json says of quantised weights; kept:
+    of those, how many stay quantised in which layout.
     """
 
     path: str
@@ -52,6 +53,8 @@ class LoadReport:
     expanded_to: str = ""
     exact: str = "float32"
     second_bytes: int = 0
+    quantised: str = ""
+    kept: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """For people: what was loaded, what was expanded, what was left out."""
@@ -61,6 +64,9 @@ class LoadReport:
         ]
         if self.second_bytes:
             out.append(f"of these {self.second_bytes / 2**20:,.1f} MiB a second layout of latent attention's weights")
+        if self.quantised:
+            kept = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items()))
+            out.append(f"quantised checkpoint: {self.quantised}" + (f"; kept in blocks: {kept}" if kept else ""))
         if self.expanded:
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.expanded.items()))
             out.append(f"expanded to {self.expanded_to or self.dtype} at load: {kinds}")
@@ -156,12 +162,20 @@ def arrange(
     dropped: what `settle_head` left out. Raises WeightError for tensors that are unknown, missing, or of another shape.
     """
     source = checkpoint.source
+    bound = BoundMap(checkpoint.config, checkpoint.names)
+    if checkpoint.quantisation is not None:
+        report.quantised = checkpoint.quantisation.title
+        report.notes = [*report.notes, *checkpoint.quantisation.notes]
+        # Some programs write a bias of zeros for every module, also where the model has none.
+        zeros: list[str] = getattr(source, "zero_biases", list)()
+        dropped = [*dropped, *(name for name in zeros if not bound.knows(name, shapes))]
     names = [name for name in source.names() if name not in dropped]
-    plan = BoundMap(checkpoint.config, checkpoint.names).incoming(names, shapes)
+    plan = bound.incoming(names, shapes)
     for assignment in plan.assignments:
         _check_shape(assignment, source.info(assignment.file).shape, shapes)
     report.skipped = [*dropped, *plan.skipped]
-    report.formats = dict(Counter(source.info(assignment.file).format for assignment in plan.assignments))
+    infos = (source.info(assignment.file) for assignment in plan.assignments)
+    report.formats = dict(Counter(info.origin or info.format for info in infos))
     return plan
 
 

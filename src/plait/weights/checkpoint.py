@@ -13,8 +13,10 @@ from plait.jsonfile import read_json
 from plait.model.config import ModelConfig
 from plait.model.families import family, parse_config
 from plait.model.name_map import NameMap
+from plait.model.quantisation import Quantisation, read_quantisation
 from plait.weights.joined import joined
 from plait.weights.locate import locate
+from plait.weights.quantised.source import quantised_source
 from plait.weights.sources import TensorSource, open_source
 from plait.weights.transposed import TransposedSource
 
@@ -27,7 +29,7 @@ class Checkpoint:
 
     path: the file or directory that was opened. raw: its config.json dictionary (made from the metadata for GGUF).
     config: the model's switches; what a GGUF file says in a tensor (divisors of the rotary frequencies) is in it too.
-    read: the configuration as the files have it, None where nobody says.
+    read: the configuration as the files have it, None where nobody says. quantisation: what config.json says of it.
     """
 
     path: Path
@@ -37,6 +39,7 @@ class Checkpoint:
     names: NameMap
     format: str
     read: ModelConfig | None = None
+    quantisation: Quantisation | None = None
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
@@ -58,10 +61,13 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
         # The configuration is judged first: a family that is refused should say so even where tensors are odd too.
         raw = raw_config(path)
         config = parse_config(raw, strict)
-        names, opened = family(config.model_type).names, open_source(path)
+        names, quantisation = family(config.model_type).names, read_quantisation(raw)
+        opened = quantised_source(open_source(path), quantisation)
         if names.transposed:
+            if quantisation is not None and quantisation.method != "mxfp4":
+                raise ConfigError(f"{quantisation.method} checkpoints of {config.model_type} are not supported")
             opened = TransposedSource(opened, names.transposed)
-        return Checkpoint(path, raw, config, opened, names, "safetensors", config)
+        return Checkpoint(path, raw, config, opened, names, "safetensors", config, quantisation)
     from plait.weights.gguf_names import GGUF_NAMES
 
     source: Any = open_source(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -17,9 +18,12 @@ from torch import Tensor
 from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
 from plait.model.families import family
+from plait.model.quantisation import without_quantisation
 from plait.weights.mapping import Assignment, BoundMap, Part
 from plait.weights.packed import PackedDecoder
 from plait.weights.transposed import matches
+
+log = logging.getLogger("plait.save")
 
 SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
@@ -49,7 +53,10 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
             "this model came from a GGUF file whose rotary scaling is a tensor of divisors (rope_freqs);"
             " config.json has no place for it: save from the original checkpoint instead"
         )
-    raw = dict(decoder.config.raw)
+    raw = without_quantisation(decoder.config.raw)
+    report = decoder.load_report
+    if report is not None and report.quantised:
+        log.warning("%s: the weights are written expanded (they were %s)", directory, report.quantised)
     raw["tie_word_embeddings"] = decoder.config.tie_embeddings
     raw["dtype"] = str(decoder.dtype).removeprefix("torch.")
     raw.pop("torch_dtype", None)

@@ -18,8 +18,10 @@ from plait.model.config import ModelConfig
 from plait.model.describe import describe
 from plait.model.families import parse_config
 from plait.model.kv_arithmetic import CHUNK_TOKENS
+from plait.model.quantisation import read_quantisation
 from plait.weights.checkpoint import config_file, raw_config, with_divisors
 from plait.weights.locate import locate
+from plait.weights.quantised.source import check_plain, collect
 from plait.weights.sources import TensorSource, open_source
 
 _GGUF_TOKENIZER = "tokenizer.ggml."
@@ -38,6 +40,9 @@ def inspect_checkpoint(model: str | Path | None, strict: bool = False) -> dict[s
     config, raw, problem = _configuration(path, source, strict)
     document |= {"supported": config is not None, "problem": problem}
     document["config"] = _config_facts(config, raw)
+    document["quantisation"], quantisation_problem = _quantisation_facts(source, raw)
+    if document["supported"] and quantisation_problem is not None:
+        document |= {"supported": False, "problem": quantisation_problem}
     document["tensors"] = _tensor_facts(source)
     document["tokenizer"] = _tokenizer_facts(path, source)
     document["chat_template"] = _chat_template(path, source)
@@ -93,6 +98,25 @@ def _config_facts(config: ModelConfig | None, raw: Mapping[str, Any] | None) -> 
         "eos_token_ids": list(config.eos_token_ids),
         "max_positions": config.max_positions,
     }
+
+
+def _quantisation_facts(
+    source: TensorSource, raw: Mapping[str, Any] | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """What config.json says of quantised weights and how many there are, and what is wrong with that."""
+    if hasattr(source, "metadata") or not isinstance(raw, Mapping):
+        return None, None
+    try:
+        quantisation = read_quantisation(raw)
+        if quantisation is None:
+            check_plain(source)
+            return None, None
+        with _no_collection():
+            weights, unused = collect(source, quantisation)
+    except PlaitError as error:
+        return None, str(error)
+    counts = {"weights": len(weights), "unused": len(unused)}
+    return {"method": quantisation.method, "title": quantisation.title, **counts}, None
 
 
 # Tensors

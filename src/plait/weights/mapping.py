@@ -102,6 +102,13 @@ class BoundMap:
             raise WeightError(f"the file lacks {few(missing)} that this {self._config.model_type} needs")
         return Plan(tuple(assignments), tuple(skipped))
 
+    def knows(self, file: str, parameters: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether a tensor of this name would fill parameters."""
+        name = self._without_prefix(file)
+        found = self._by_file.get(name)
+        ours = [name] if found is None else [part.name for part in self._assign(file, *found).parts]
+        return all(our in parameters for our in ours)
+
     def _missing(self, filled: _Filled, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Parameters that nothing fills; of a stack that is filled in part, the tensors that would fill the rest."""
         missing = [name for name in parameters if filled.nothing(name)]

@@ -31,7 +31,12 @@ def stored_row_bytes(info: TensorInfo) -> int:
 
 def float32_rows(source: TensorSource, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
     """Rows start .. stop - 1 (axis 0) of a tensor, rounded to float32 where it holds more; quantised ones expanded by
-    the `gguf` package's arithmetic. Raises WeightError for a type that cannot be expanded."""
+    the `gguf` package's arithmetic, or by the source's own. Raises WeightError for a type that cannot be expanded."""
+    computed = getattr(source, "numbers", None)
+    if computed is not None:
+        shape = source.info(name).shape
+        values: NDArray[np.float32] = computed(name, start, (shape[0] if shape else 0) if stop is None else stop)
+        return values
     info, raw = source.info(name), source.raw(name)
     if not info.shape:
         return _plain(raw, info.format).reshape(())

@@ -128,7 +128,7 @@ class Packing:
     def _fill(self, assignment: Assignment, weights: Mapping[str, PackedWeight], threads: int) -> None:
         source = self.checkpoint.source
         info = source.info(assignment.file)
-        raw, storage = source.raw(assignment.file), info.format
+        storage = info.format
         vectors = [part for part in assignment.parts if weights[part.name].layout == VECTOR]
         if vectors or assignment.offset or storage not in abi.LAYOUTS:
             values = float32_rows(source, assignment.file)
@@ -139,8 +139,10 @@ class Packing:
             if len(vectors) == len(assignment.parts):
                 return
             raw, storage = values.reshape(-1).view(np.uint8), "F32"
-        elif raw.ctypes.data % 4:  # a safetensors file may put its data anywhere
-            raw = raw.copy()
+        else:
+            raw = source.raw(assignment.file)
+            if raw.ctypes.data % 4:  # a safetensors file may put its data anywhere
+                raw = raw.copy()
         lines = prod(info.shape[:-1])
         for part in assignment.parts:
             if part not in vectors:
@@ -165,13 +167,14 @@ def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped:
             stored.setdefault(part.name, set()).add(checkpoint.source.info(assignment.file).format)
     layouts = {key: choose_layout(key, _common(kinds), len(shapes[key]), name) for key, kinds in stored.items()}
     report.expanded, report.expanded_to = _expanded(checkpoint, plan, layouts)
+    report.kept = _kept(checkpoint, plan, layouts)
     packing = Packing(checkpoint, plan, shapes, layouts, report, latent_weights(checkpoint.config, shapes))
     sizes = packing.sizes()
     report.weight_bytes = sum(sizes.values())
     report.second_bytes = sum(size for key, size in sizes.items() if is_second(key))
     report.parameters = checkpoint.config.param_counts()["total"]
     report.dtype = describe_layouts(layouts, sizes)
-    report.exact = exact_dtype(_formats(checkpoint, plan), name)
+    report.exact = exact_dtype(_formats(checkpoint, plan, layouts), name)
     return packing
 
 
@@ -180,13 +183,22 @@ def _common(kinds: set[str]) -> str:
     if len(kinds) == 1:
         return next(iter(kinds))
     # No plain number is rounded on the way: only BF16 and quantised blocks fit into BF16.
-    return "F32" if kinds & (set(PLAIN_FORMATS) - {"BF16"}) else _SUBSTITUTE
+    return "F32" if kinds & (set(PLAIN_FORMATS) - {"BF16"}) or any(map(_is_integer, kinds)) else _SUBSTITUTE
 
 
-def _formats(checkpoint: Checkpoint, plan: Plan) -> Counter[str]:
-    """Tensors by storage format, without those that are float32 in every model."""
-    kept = (a for a in plan.assignments if not all(keeps_float32(part.name) for part in a.parts))
-    return Counter(checkpoint.source.info(assignment.file).format for assignment in kept)
+def _is_integer(storage: str) -> bool:
+    return storage[0] in "IU" and storage[1:].isdigit()
+
+
+def _formats(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) -> Counter[str]:
+    """Tensors by storage format, those that have no kernel by their layout; without those that are float32 in every
+    model."""
+    counts: Counter[str] = Counter()
+    for assignment in plan.assignments:
+        if not all(keeps_float32(part.name) for part in assignment.parts):
+            storage, layout = checkpoint.source.info(assignment.file).format, layouts[assignment.parts[0].name]
+            counts[storage if storage in (*PLAIN_FORMATS, *abi.LAYOUTS) or layout == VECTOR else layout] += 1
+    return counts
 
 
 def is_vector(name: str, num_axes: int) -> bool:
@@ -204,7 +216,7 @@ def choose_layout(name: str, storage: str, num_axes: int, dtype: str) -> str:
         return FLOAT_LAYOUTS[dtype]
     if storage in abi.LAYOUTS:
         return storage
-    return "F32" if storage in PLAIN_FORMATS or (storage[0] in "IU" and storage[1:].isdigit()) else _SUBSTITUTE
+    return "F32" if storage in PLAIN_FORMATS or _is_integer(storage) else _SUBSTITUTE
 
 
 def describe_layouts(layouts: Mapping[str, str], sizes: Mapping[str, int]) -> str:
@@ -221,11 +233,22 @@ def _expanded(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) ->
     counts: Counter[str] = Counter()
     targets = set()
     for assignment in plan.assignments:
-        storage, layout = checkpoint.source.info(assignment.file).format, layouts[assignment.parts[0].name]
-        if storage not in PLAIN_FORMATS and layout not in (storage, VECTOR):
-            counts[storage] += 1
+        info, layout = checkpoint.source.info(assignment.file), layouts[assignment.parts[0].name]
+        plain = info.format in PLAIN_FORMATS
+        if layout != VECTOR and (info.origin if plain else layout != info.format):
+            counts[info.origin or info.format] += 1
             targets.add(_NAMES[layout])
     return dict(counts), " and ".join(sorted(targets))
+
+
+def _kept(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) -> dict[str, int]:
+    """Weights made of several stored tensors that stay quantised, by the layout that holds their numbers."""
+    counts: Counter[str] = Counter()
+    for assignment in plan.assignments:
+        info = checkpoint.source.info(assignment.file)
+        if info.origin and layouts[assignment.parts[0].name] == info.format and info.format not in PLAIN_FORMATS:
+            counts[f"{info.origin} as {info.format}"] += 1
+    return dict(counts)
 
 
 def pack_checkpoint(

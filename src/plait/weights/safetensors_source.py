@@ -46,6 +46,11 @@ class SafetensorsSource:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor; dtype None keeps the stored type. It may be a copy-on-write view of the mapped file."""
         info = self._readable(name)
+        if info.format in QUANTISED_DTYPES:
+            raise WeightError(
+                f"{info.file}: tensor {name!r} is stored as {info.format}: it has no numbers of its own without the"
+                " scales that a quantization_config in config.json describes"
+            )
         tensor = self._open(info.file).get_tensor(name)
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -62,10 +67,6 @@ class SafetensorsSource:
 
     def _readable(self, name: str) -> TensorInfo:
         info = self.info(name)
-        if info.format in QUANTISED_DTYPES:
-            raise WeightError(
-                f"{info.file}: tensor {name!r} is stored as {info.format}: quantised safetensors are not supported yet"
-            )
         if self._closed:
             raise WeightError(f"{self.path}: already closed")
         return info

@@ -24,7 +24,8 @@ class TensorInfo:
     """One stored tensor, as the header describes it.
 
     shape: row-major, as torch has it. format: how the numbers are stored ("F32", "BF16", "Q4_1", ...).
-    nbytes: stored bytes, which begin at byte `offset` of `file`.
+    nbytes: stored bytes, which begin at byte `offset` of `file`. origin: of a weight that is made of several stored
+    tensors, its quantised format for people ("GPTQ 4-bit"); `format` is then what its numbers fit into.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorInfo:
     nbytes: int
     file: str
     offset: int
+    origin: str = ""
 
 
 class TensorSource(Protocol):

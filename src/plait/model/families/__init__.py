@@ -15,6 +15,7 @@ from typing import Any
 from plait.errors import ConfigError
 from plait.model.config import ModelConfig, check
 from plait.model.name_map import ROTARY_BUFFERS, NameMap
+from plait.model.quantisation import read_quantisation, without_quantisation
 from plait.model.reader import ConfigReader
 
 _MODULES = (
@@ -109,7 +110,8 @@ def parse_config(raw: Mapping[str, Any], strict: bool = False) -> ModelConfig:
     """A `ModelConfig` from the dictionary of a config.json.
 
     A multimodal directory whose text part is a registered family is read as that text part (its other tensors are on
-    the skip list). Raises ConfigError naming the key or family that cannot be carried out.
+    the skip list). What it says of quantised weights is judged, and not in the result. Raises ConfigError naming the
+    key or family that cannot be carried out.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError("config.json must hold a JSON object")
@@ -118,10 +120,8 @@ def parse_config(raw: Mapping[str, Any], strict: bool = False) -> ModelConfig:
         raise ConfigError("config.json has no model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"model_type={model_type!r} in config.json must be text")
-    if raw.get("quantization_config"):
-        block = raw["quantization_config"]
-        method = block.get("quant_method", "unknown") if isinstance(block, Mapping) else block
-        raise ConfigError(f"quantization_config: {method!r} checkpoints are not supported yet; convert to bf16 or GGUF")
+    read_quantisation(raw, strict, warn=True)  # judged, and then of no concern to the model
+    raw = without_quantisation(raw)
     if model_type == "gemma3" and isinstance(raw.get("text_config"), Mapping):
         outer = {key: raw[key] for key in _OUTER_KEYS if key in raw}
         return parse_config({**outer, **raw["text_config"], "model_type": "gemma3_text"}, strict)
