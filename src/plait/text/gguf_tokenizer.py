@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from plait.errors import TokenizerError
 from plait.text.pretokenizers import pre_tokenizer
+from plait.text.sentencepiece_model import MAX_TOKEN_CHARS
 from plait.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -81,7 +82,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     _add_tokens(backend, tokens, types, special={id for id in named.values() if id is not None} | eos_ids)
     bos = named["bos"] if metadata.get(_PREFIX + "add_bos_token", add_bos) else None
     prefix = [] if bos is None else [bos]
-    _set_post_processor(backend, tokens, prefix)
+    set_prefix(backend, [(tokens[id], id) for id in prefix])
     special_tokens = {
         f"{name}_token": tokens[id]
         for name, id in (
@@ -180,12 +181,15 @@ def _sentencepiece_backend(
     scores = metadata.get(_PREFIX + "scores")
     if scores is None or len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores is missing or of another length; a 'llama' tokenizer needs it")
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN_CHARS:
+        raise TokenizerError(f"tokenizer.ggml.tokens has one of {longest} characters (at most {MAX_TOKEN_CHARS})")
     unknown = _token_id(metadata, "unknown", len(tokens))
     backend = Backend(
         _bpe(
             models.BPE,
             {token: id for id, token in enumerate(tokens)},
-            _merges(tokens, types, scores, store),
+            stored_merges(tokens, types, scores, store),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -201,9 +205,10 @@ def _sentencepiece_backend(
     return backend
 
 
-def _merges(
+def stored_merges(
     tokens: list[str], types: list[int], scores: Sequence[float], store: MergeStore | None
 ) -> list[tuple[str, str]]:
+    """`merges_from_scores` as texts, from the store where it has them."""
     ids = None if store is None else store.load()
     if ids is None:
         ids = merges_from_scores(tokens, types, scores)
@@ -248,15 +253,15 @@ def _add_tokens(backend: Any, tokens: list[str], types: list[int], special: set[
     backend.add_tokens([AddedToken(tokens[id], normalized=False, special=False) for id in plain])
 
 
-def _set_post_processor(backend: Any, tokens: list[str], prefix: list[int]) -> None:
-    # plait puts the prefix there itself; this is for whoever loads the saved tokenizer.json.
+def set_prefix(backend: Any, named: Sequence[tuple[str, int]]) -> None:
+    """Make these tokens, texts and ids, the ones that the saved tokenizer.json puts before a text (plait does so
+    itself)."""
     from tokenizers import processors
 
-    if prefix:
-        text = " ".join(f"{tokens[id]}:0" for id in prefix)
-        named = [(tokens[id], id) for id in prefix]
+    if named:
+        text = " ".join(f"{token}:0" for token, _ in named)
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=named
+            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=list(named)
         )
 
 

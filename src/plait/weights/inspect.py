@@ -128,8 +128,10 @@ def _tokenizer_facts(path: Path, source: TensorSource) -> dict[str, Any] | None:
     directory = path if path.is_dir() else path.parent
     file = directory / "tokenizer.json"
     if not file.is_file():
-        others = [n for n in ("tokenizer.model", "tiktoken.model", "vocab.json") if (directory / n).is_file()]
-        return {"kind": None, "file": others[0]} if others else None
+        from plait.text.tokenizer_files import facts_of_files
+
+        facts = facts_of_files(directory)
+        return None if facts is None else facts | _settings(directory)
     return _json_tokenizer(file) | _settings(directory)
 
 
