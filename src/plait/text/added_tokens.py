@@ -132,7 +132,8 @@ def register(backend: Any, entries: Iterable[AddedEntry], normalized: bool = Tru
     for after normalisation where it does not say itself; False: never."""
     from tokenizers import AddedToken
 
-    special, plain = [], []
+    special: list[Any] = []
+    plain: list[Any] = []
     for entry in entries:
         flags = {"normalized": not entry.special, **entry.flags}
         flags["normalized"] &= normalized

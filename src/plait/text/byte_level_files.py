@@ -1,4 +1,4 @@
-"""Byte-level BPE from the files that came before tokenizer.json: `vocab.json` with `merges.txt`, and `tiktoken.model`."""
+"""Byte-level BPE from files other than tokenizer.json: `vocab.json` with `merges.txt`, and `tiktoken.model`."""
 
 from __future__ import annotations
 
@@ -213,9 +213,7 @@ def build_from_ranks(
     return backend
 
 
-def _byte_level(
-    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], rules: PreTokenizer, where: str
-) -> Any:
+def _byte_level(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], rules: PreTokenizer, where: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     try:

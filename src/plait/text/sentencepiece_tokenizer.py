@@ -3,9 +3,8 @@
 What has no counterpart there is spelled with what there is:
 
 - BPE with scores becomes a list of merges (`merges_from_scores`).
-- A user-defined piece is never split and never merged with its neighbours. Under BPE text is cut around such pieces, and
-  each is a word that the model takes whole (`ignore_merges`). Under unigram it gets
-  the score that SentencePiece gives it.
+- A user-defined piece is never split and never merged with its neighbours. Under BPE text is cut around such pieces,
+  and each is a word that the model takes whole (`ignore_merges`). Under unigram it gets SentencePiece's own score.
 - Pieces that no text may become (control, unknown, byte, unused) get a score that no path chooses, or a cut inside the
   one word that the model would take whole.
 - Added tokens are found in the raw text, and every piece of text between them begins with the dummy prefix; with
@@ -46,7 +45,7 @@ def build_backend(
     *,
     where: str,
     legacy: bool = True,
-    add_prefix_space: bool | None = None,
+    add_prefix_space: bool = True,
     store: MergeStore | None = None,
 ) -> Any:
     """A `tokenizers.Tokenizer` with the model's pieces and the added entries, at their ids.
@@ -60,7 +59,7 @@ def build_backend(
     model = _renamed(model, entries, where)
     vocabulary = {piece: id for id, piece in enumerate(model.pieces)}
     placed = place(entries, vocabulary, where)
-    prefixed = model.add_dummy_prefix and add_prefix_space is not False
+    prefixed = model.add_dummy_prefix and add_prefix_space
     vocabulary |= placed
     if model.kind == BPE:
         backend = Tokenizer(_bpe(model, vocabulary, merges, where))

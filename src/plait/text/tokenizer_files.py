@@ -68,7 +68,7 @@ def build_from_files(
             entries({role: model.pieces[id] for role, id in ids.items() if id is not None}),
             where=str(path),
             legacy=_flag(config, "legacy", True),
-            add_prefix_space=None if config.get("add_prefix_space") is None else _flag(config, "add_prefix_space", True),
+            add_prefix_space=_flag(config, "add_prefix_space", True),
             store=store(path),
         )
     elif name == RANKS:
@@ -76,7 +76,8 @@ def build_from_files(
         there = {entry.text for entry in added_entries(config, added, named)}
         backend = build_from_ranks(read_ranks(path), entries(_known(kind, there)), kind, str(path), store(path))
     else:
-        kind = vocab_class(tokenizer_class, read_json_if_there(directory / "config.json", TokenizerError).get("model_type"))
+        model_config = read_json_if_there(directory / "config.json", TokenizerError)
+        kind = vocab_class(tokenizer_class, model_config.get("model_type"))
         vocabulary = read_vocab(path)
         known = _known(kind, vocabulary)
         prefix_space = _flag(config, "add_prefix_space", False)
@@ -114,8 +115,8 @@ def say_disagreements(directory: Path, backend: Any) -> None:
         if wrong:
             id, text = wrong[0]
             log.warning(
-                "%s: tokenizer.json and %s disagree about %d tokens (the first: %d is %.80r and %.80r); tokenizer.json is"
-                " used",
+                "%s: tokenizer.json and %s disagree about %d tokens (the first: %d is %.80r and %.80r); "
+                "tokenizer.json is used",
                 directory,
                 name,
                 len(wrong),
