@@ -151,9 +151,7 @@ def test_members_that_repeat_metadata_must_repeat_it_rightly(tmp_path: Path) -> 
     parts = [(shared, {"a": np.ones(4)}), (shared, {"b": np.ones(4)})]
     assert list(GGUFFile(write_split(tmp_path / "m", parts)[1]).tensors) == ["a", "b"]
     parts[1] = (shared | {"tokenizer.ggml.tokens": ["a", "c"]}, parts[1][1])
-    with pytest.raises(
-        WeightError, match=r"m-00002.*ggml.tokens is \['a', 'c'\], but \['a', 'b'\] in m-00001"
-    ):
+    with pytest.raises(WeightError, match=r"m-00002.*ggml.tokens is \['a', 'c'\], but \['a', 'b'\] in m-00001"):
         GGUFFile(write_split(tmp_path / "m", parts)[0])
 
 
