@@ -7,12 +7,14 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_text
 from plait.text.added_tokens import MAX_GAP, AddedEntry, place, register
+from plait.text.backend_errors import backend_errors
 from plait.text.detokenizer import byte_of_printable
 from plait.text.gguf_tokenizer import MergeStore, stored_merges
 from plait.text.pretokenizers import PreTokenizer, pre_tokenizer
@@ -130,6 +132,9 @@ def build_from_vocab(
     """The `tokenizers.Tokenizer` of vocab.json and merges.txt. Raises TokenizerError."""
     from tokenizers import pre_tokenizers
 
+    for pair in merges:
+        if not (pair[0] in vocabulary and pair[1] in vocabulary and pair[0] + pair[1] in vocabulary):
+            raise TokenizerError(f"{where}: vocabulary and merges do not fit each other: {pair} makes no token")
     placed = place(entries, vocabulary, where)
     if add_prefix_space and kind is not _GPT2:
         raise TokenizerError(f"add_prefix_space with {where} is supported for {_names_of(_GPT2)} only")
@@ -207,19 +212,18 @@ def build_from_ranks(
         raise TokenizerError(f"added token {new[-1]} leaves a hole behind the {len(tokens)} tokens of {where}")
     merges = stored_merges(tokens, [NORMAL] * len(tokens), range(0, -len(tokens), -1), store)
     backend = _byte_level(vocabulary, merges, pre_tokenizer(kind.pre), where)
-    for entry in sorted(behind, key=lambda entry: placed[entry.text]):
-        # One by one: in one call special ones would come before all others.
-        register(backend, [replace(entry, flags={"special": True, **entry.flags})])
+    in_order = [replace(e, flags={"special": True, **e.flags}) for e in sorted(behind, key=lambda e: placed[e.text])]
+    for _, run in groupby(in_order, key=lambda entry: entry.special):
+        # In one call the special ones would come before all others.
+        register(backend, list(run))
     return backend
 
 
 def _byte_level(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], rules: PreTokenizer, where: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    try:
+    with backend_errors(f"{where}: vocabulary and merges do not fit each other"):
         model = models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=rules.ignore_merges)
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"{where}: vocabulary and merges do not fit each other: {error}") from error
     backend = Tokenizer(model)
     backend.pre_tokenizer = rules.build()
     backend.decoder = decoders.ByteLevel()

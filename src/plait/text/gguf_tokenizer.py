@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import TokenizerError
+from plait.text.backend_errors import backend_errors
 from plait.text.pretokenizers import pre_tokenizer
 from plait.text.sentencepiece_model import MAX_TOKEN_CHARS
 from plait.text.tokenizer import Tokenizer
@@ -237,10 +238,8 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[flo
 
 
 def _bpe(model: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
-    try:
+    with backend_errors("the GGUF vocabulary and merges do not fit each other"):
         return model(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"the GGUF vocabulary and merges do not fit each other: {error}") from error
 
 
 def _add_tokens(backend: Any, tokens: list[str], types: list[int], special: set[int]) -> None:
@@ -259,9 +258,12 @@ def set_prefix(backend: Any, named: Sequence[tuple[str, int]]) -> None:
     from tokenizers import processors
 
     if named:
-        text = " ".join(f"{token}:0" for token, _ in named)
+        # A name in the template cannot have spaces or colons, which a token may have.
+        names = [f"prefix_{n}" if set(token) & set(" :$") else token for n, (token, _) in enumerate(named)]
+        text = " ".join(f"{name}:0" for name in names)
+        special = [{"id": name, "ids": [id], "tokens": [token]} for name, (token, id) in zip(names, named, strict=True)]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=list(named)
+            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=special
         )
 
 

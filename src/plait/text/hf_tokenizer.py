@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
+from plait.text.backend_errors import backend_errors
 from plait.text.sentencepiece_model import MAX_TOKENIZER_BYTES
 from plait.text.tokenizer import CachedMerges, Tokenizer
 from plait.text.tokenizer_files import (
@@ -56,12 +57,12 @@ def _read_tokenizer_json(file: Path, special_tokens: Mapping[str, str]) -> Any:
     from tokenizers import Tokenizer as Backend
 
     check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
-    try:
+    with backend_errors(f"{file} cannot be read"):
         backend = Backend.from_file(str(file))
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
-    # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens.values()])
+        # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
+        new = [AddedToken(text, special=True, normalized=False) for text in special_tokens.values()]
+        backend.add_special_tokens(new)
+        backend.encode("a\u0301 A")
     return backend
 
 
@@ -125,7 +126,13 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     if isinstance(value, str):
         templates["default"] = value
     elif isinstance(value, list):
-        templates = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
+        for entry in value:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise TokenizerError(f"{directory}: chat_template must hold names and templates, not {entry!r:.80}")
+            templates[name] = text
+    elif value is not None:
+        raise TokenizerError(f"{directory}: chat_template must be text or a list of templates, not {value!r:.80}")
     file = directory / "chat_template.jinja"
     if file.exists():
         templates["default"] = read_text(file, TokenizerError)

@@ -20,6 +20,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.text.added_tokens import AddedEntry, place, register
+from plait.text.backend_errors import backend_errors
 from plait.text.gguf_tokenizer import MergeStore, stored_merges
 from plait.text.sentencepiece_model import (
     BPE,
@@ -107,7 +108,7 @@ def _bpe(
     from tokenizers import models
 
     ordinary = {piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == NORMAL}
-    try:
+    with backend_errors(f"{where} cannot be used"):
         return models.BPE(
             vocab=dict(vocabulary),
             # Those of a piece that has got another text are gone.
@@ -117,8 +118,6 @@ def _bpe(
             byte_fallback=model.byte_fallback,
             ignore_merges=USER_DEFINED in model.types,
         )
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"{where} cannot be used: {error}") from error
 
 
 def _unigram(model: SentencePieceModel, vocabulary: Mapping[str, int], where: str) -> Any:
@@ -132,14 +131,12 @@ def _unigram(model: SentencePieceModel, vocabulary: Mapping[str, int], where: st
     by_id = {id: text for text, id in vocabulary.items()}
     # Where an added token leaves a hole the list needs a text that nothing else has.
     texts = [by_id.get(id, f"<|hole_{id}|>") for id in range(max(by_id) + 1)]
-    try:
+    with backend_errors(f"{where} cannot be used"):
         return models.Unigram(
             [(text, scored.get(text, _NEVER)) for text in texts],
             unk_id=model.unk_id,
             byte_fallback=model.byte_fallback,
         )
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"{where} cannot be used: {error}") from error
 
 
 def _normalizer(model: SentencePieceModel, prefixed: bool) -> Any:
