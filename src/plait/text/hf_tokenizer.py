@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ def load_directory(directory: Path) -> Tokenizer:
     The ids that end a sequence are all those that generation_config.json, config.json and the tokenizer's `eos_token`
     name. Raises TokenizerError, naming the file.
     """
+    file = directory / "tokenizer.json"
+    backend = _read_tokenizer_json(file) if file.exists() else None
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     special_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
-    if (directory / "tokenizer.json").exists():
-        backend = _read_tokenizer_json(directory / "tokenizer.json", special_tokens)
+    if backend is not None:
+        _add_special(backend, special_tokens.values(), file)
         say_disagreements(directory, backend)
     elif files_in(directory):
         backend, special_tokens = build_from_files(directory, config, special_tokens, CachedMerges)
@@ -52,18 +54,21 @@ def load_directory(directory: Path) -> Tokenizer:
     )
 
 
-def _read_tokenizer_json(file: Path, special_tokens: Mapping[str, str]) -> Any:
-    from tokenizers import AddedToken
+def _read_tokenizer_json(file: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
     check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
     with backend_errors(f"{file} cannot be read"):
-        backend = Backend.from_file(str(file))
-        # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
-        new = [AddedToken(text, special=True, normalized=False) for text in special_tokens.values()]
-        backend.add_special_tokens(new)
+        return Backend.from_file(str(file))
+
+
+def _add_special(backend: Any, texts: Iterable[str], file: Path) -> None:
+    """Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers."""
+    from tokenizers import AddedToken
+
+    with backend_errors(f"{file} cannot be used"):
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
         backend.encode("a\u0301 A")
-    return backend
 
 
 def _missing(directory: Path) -> str:
