@@ -200,6 +200,38 @@ def _build_beside(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG))
 
 
+def _build_gguf_tokenizer(kind: str) -> Callable[[Path], None]:
+    def build(folder: Path) -> None:
+        tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab", "he", "l", "o", "h", "e"]
+        keys: dict[str, object] = {
+            "model": kind,
+            "tokens": tokens,
+            "token_type": [2, 3, 3, *[1] * 8],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "add_bos_token": True,
+        }
+        if kind == "llama":
+            keys |= {"scores": [0.0, 0.0, 0.0, *(-1.5 * n for n in range(8))], "unknown_token_id": 0}
+        else:
+            keys |= {"pre": "llama-bpe", "merges": ["a b", "h e"]}
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        write_gguf(folder / "m.gguf", metadata | {"tokenizer.chat_template": "{{ messages[0].content }}"}, {})
+
+    return build
+
+
+def _read_gguf_tokenizer(path: Path) -> None:
+    from plait.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    for text in ("hello ab", "<s>ab"):
+        tokenizer.decode(tokenizer.encode(text))
+        tokenizer.encode_plain(text)
+    if tokenizer.chat_template is not None:
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
 def _build_vocab(folder: Path) -> None:
     from tests.text import small_tokenizers as small
 
@@ -260,6 +292,8 @@ TARGETS: dict[str, Target] = {
     "sentencepiece unigram": Target(_build_sentencepiece("unigram"), "tokenizer.model", _read_tokenizer, weight=2),
     "charsmap": Target(_build_charsmap, "tokenizer.model", _read_tokenizer),
     "tokenizer_config.json": Target(_build_beside, "tokenizer_config.json", _read_tokenizer, is_json=True),
+    "gguf llama tokenizer": Target(_build_gguf_tokenizer("llama"), "m.gguf", _read_gguf_tokenizer),
+    "gguf gpt2 tokenizer": Target(_build_gguf_tokenizer("gpt2"), "m.gguf", _read_gguf_tokenizer),
     "vocab.json": Target(_build_vocab, "vocab.json", _read_tokenizer, is_json=True),
     "merges.txt": Target(_build_vocab, "merges.txt", _read_tokenizer),
     "tiktoken.model": Target(_build_ranks, "tiktoken.model", _read_tokenizer),

@@ -69,7 +69,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     if model not in ("gpt2", "llama"):
         raise TokenizerError(f"tokenizer.ggml.model {model!r} is not supported (known: 'gpt2', 'llama')")
     tokens = _tokens(metadata)
-    types = list(metadata.get(_PREFIX + "token_type", ())) or [1] * len(tokens)
+    types = _array(metadata, "token_type", int) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if model == "gpt2":
@@ -110,8 +110,17 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     )
 
 
+def _array(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """The elements of an array, which are all of one type; none where the key is absent."""
+    value = metadata.get(_PREFIX + name, [])
+    if not isinstance(value, list) or (value and not isinstance(value[0], kinds)):
+        wanted = {str: "texts", int: "whole numbers"}.get(kinds[0], "numbers")
+        raise TokenizerError(f"{_PREFIX}{name} must be an array of {wanted}, not {value!r:.60}")
+    return value
+
+
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
-    tokens = list(metadata.get(_PREFIX + "tokens", ()))
+    tokens = _array(metadata, "tokens", str)
     if not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is missing; the file has no vocabulary")
     if not all(tokens):
@@ -125,8 +134,8 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     key = f"{_PREFIX}{name}_token_id"
     value = metadata.get(key)
-    if value is not None and not 0 <= int(value) < count:
-        raise TokenizerError(f"{key} is {value}, but there are {count} tokens")
+    if value is not None and not (isinstance(value, int) and 0 <= value < count):
+        raise TokenizerError(f"{key} is {value!r:.60}, but there are {count} tokens")
     return None if value is None else int(value)
 
 
@@ -151,10 +160,12 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple
             "and may split text in other places than the model's own",
             stacklevel=2,
         )
+    if not isinstance(name, str):
+        raise TokenizerError(f"tokenizer.ggml.pre must be a name, not {name!r:.60}")
     rules = pre_tokenizer(name)
     if _PREFIX + "merges" not in metadata:
         raise TokenizerError("tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
-    pairs = [_merge(text) for text in metadata[_PREFIX + "merges"]]
+    pairs = [_merge(text) for text in _array(metadata, "merges", str)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = Backend(_bpe(models.BPE, vocabulary, pairs, ignore_merges=rules.ignore_merges))
     backend.pre_tokenizer = rules.build()
@@ -179,8 +190,8 @@ def _sentencepiece_backend(
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    scores = metadata.get(_PREFIX + "scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = _array(metadata, "scores", float, int)
+    if len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores is missing or of another length; a 'llama' tokenizer needs it")
     longest = max(map(len, tokens))
     if longest > MAX_TOKEN_CHARS:

@@ -24,6 +24,10 @@ from plait.weights.transposed import matches
 SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
     "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
