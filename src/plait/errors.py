@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+# Of a longer message the middle is left out: what is wrong stands at its beginning, the remedy at its end.
+_MAX_CHARS = 1500
+_END_CHARS = 500
+
 
 class PlaitError(Exception):
-    """Base of every error that plait raises on purpose. The command line prints it as one line."""
+    """Base of every error that plait raises on purpose, one line that a hostile file cannot make long or break up."""
 
     exit_status = 1
+
+    def __init__(self, message: str = "") -> None:
+        if len(message.splitlines()) > 1:
+            message = " ".join(message.split())
+        if len(message) > _MAX_CHARS:
+            message = f"{message[: _MAX_CHARS - _END_CHARS]} ... {message[-_END_CHARS:]}"
+        super().__init__(message)
 
 
 class UsageError(PlaitError):

@@ -291,3 +291,51 @@ def test_gemma3_says_how_it_begins_and_ends() -> None:
     assert tokenizer.encode("<bos>hi") == tokenizer.encode("hi")
     text = "  def f():\n\n\n\treturn 'é👍🏽'"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+BAD_VALUES: list[Any] = [
+    *(True, 0, -1, 1, 2**40, 1.5, float("nan"), "x", "", [], ["a"], [1], [1.5], [True], ["xx"]),
+    *(["a"] * 11, [0] * 11, [float("nan")] * 11, [7] * 11, [-1] * 11, ["x y"] * 3, ["a" * 5000, *map(str, range(10))]),
+]
+SMALL_LLAMA: dict[str, Any] = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab", "he", "l", "o", "h", "e"],
+    "token_type": [2, 3, 3, *[1] * 8],
+    "scores": [0.0, 0.0, 0.0, *(-1.5 * n for n in range(8))],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "eot_token_id": 2,
+    "unknown_token_id": 0,
+    "padding_token_id": 0,
+    "add_bos_token": True,
+    "add_space_prefix": True,
+}
+SMALL_GPT2 = SMALL_LLAMA | {"model": "gpt2", "pre": "llama-bpe", "merges": ["a b", "h e"]}
+
+
+@pytest.mark.parametrize("keys", [SMALL_LLAMA, SMALL_GPT2], ids=["llama", "gpt2"])
+def test_any_value_of_any_key_gives_a_tokenizer_or_one_line(keys: dict[str, Any]) -> None:
+    for key in keys:
+        for value in BAD_VALUES:
+            metadata = {f"tokenizer.ggml.{name}": item for name, item in {**keys, key: value}.items()}
+            try:
+                tokenizer = tokenizer_from_gguf(metadata)
+            except TokenizerError as error:
+                assert "\n" not in str(error)
+            else:
+                tokenizer.decode(tokenizer.encode("hello ab"))
+                tokenizer.encode_plain("<s>")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokens", 3, r"tokenizer.ggml.tokens must be an array of texts, not 3"),
+        ("scores", ["a"] * 11, r"tokenizer.ggml.scores must be an array of numbers"),
+        ("token_type", [1.5], r"tokenizer.ggml.token_type must be an array of whole numbers"),
+        ("bos_token_id", "x", r"tokenizer.ggml.bos_token_id is 'x', but there are 11 tokens"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(key: str, value: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer_from_gguf({f"tokenizer.ggml.{name}": item for name, item in {**SMALL_LLAMA, key: value}.items()})

@@ -272,13 +272,6 @@ def test_a_saved_tokenizer_is_the_same_in_transformers(
     assert oracle.apply_chat_template(messages, tokenize=False) == tokenizer.render_chat(messages, False)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "merges.txt", "tiktoken.model"])
-def test_a_directory_with_another_kind_of_tokenizer_says_which(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(TokenizerError, match=rf"no tokenizer\.json .*{name}"):
-        load_tokenizer(tmp_path)
-
-
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")

@@ -17,6 +17,7 @@ from plait.model.decoder import build
 from plait.model.families import families, parse_config
 from plait.weights.export import save_pretrained
 from tests.configs import CONFIGS
+from tests.tiny import tiny_model_dir
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -146,3 +147,16 @@ def test_every_family_names_the_class_that_transformers_loads_it_with() -> None:
     assert {name: family.architecture for name, family in families().items()} == {
         name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in families()
     }
+
+
+def test_a_directory_without_tokenizer_json_keeps_the_tokenizer_that_it_has(tmp_path: Path) -> None:
+    from plait.text.tokenizer import load_tokenizer
+    from tests.text import small_sentencepiece
+
+    source = tiny_model_dir(tmp_path / "in")
+    for file in source.glob("tokenizer*.json"):
+        file.unlink()
+    small_sentencepiece.write(source, small_sentencepiece.train(byte_fallback=True))
+    plait.load(source).save_pretrained(tmp_path / "out")
+    before, after = load_tokenizer(source), load_tokenizer(tmp_path / "out")
+    assert before.encode("héllo 123") == after.encode("héllo 123")

@@ -38,6 +38,7 @@ NAMES = {
     "memory": Bench("memory of serving one request", (*_EVERY, "peer", "peer_model", "prompt_tokens", "new_tokens")),
     "accuracy": Bench("KL, top-1 and perplexity against fp32", (*_EVERY, "peer", "peer_model", "windows", "window")),
     "kv": Bench("the same for each precision of keys and values", (*_EVERY, "windows", "window")),
+    "windows": Bench("requests that fit in a pool with and without recycling of blocks", ("context", "pool")),
 }
 KV_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -61,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=positive, metavar="N", help="alternations that count (default: 5)")
     parser.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: all that may be used)")
-    parser.add_argument("--context", type=_numbers, metavar="N,N", help="tokens before it (decode: 128; mla: 512,4096)")
+    parser.add_argument(
+        "--context", type=_numbers, metavar="N,N", help="tokens before it (decode: 128; mla: 512,4096; windows: 32768)"
+    )
+    parser.add_argument("--pool", type=positive, metavar="GIB", help="windows: of keys and values (default: 40)")
     parser.add_argument("--requests", type=_numbers, metavar="N,N", help="at once (default: 8,32; over HTTP: 32)")
     parser.add_argument("--prompt-tokens", type=_numbers, metavar="N", help="default: 128; prefill: 512, or N,N")
     parser.add_argument("--new-tokens", type=positive, metavar="N", help="default: 64; of many requests each 128")
@@ -79,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _refuse_unused(args)
+    if args.name == "windows":
+        return _run_windows(args)
     alone = {"limits": measure_limits, "mla": measure_mla}
     report = alone.get(args.name, measure)(args)
     if args.json:
@@ -90,6 +96,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         from plait.bench.report import text_lines
 
+        print("\n".join(text_lines(report)))
+    return 0
+
+
+def _run_windows(args: argparse.Namespace) -> int:
+    from plait.bench.windows import DEFAULT_POOL_GIB, measure_windows, text_lines
+    from plait.model.kv_arithmetic import DEFAULT_CONTEXT
+
+    context = _one_number(args.context, "--context") or DEFAULT_CONTEXT
+    report = measure_windows(context, (args.pool or DEFAULT_POOL_GIB) << 30)
+    if args.json:
+        print_json(report)
+    else:
         print("\n".join(text_lines(report)))
     return 0
 

@@ -26,7 +26,7 @@ VERSION = 3
 # Parts of the package that decide what an entry holds: a changed one makes all entries old.
 _CODE = ("model", "model/families", "memory", "ops", "plan", "text", "weights")
 # Files beside the tensors that decide what a model directory means.
-_BESIDE = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+_BESIDE = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)

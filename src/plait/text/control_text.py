@@ -9,6 +9,7 @@ such texts did not exist, while the control tokens that the template wrote are f
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ class ControlText:
         self._longest = self._lengths[-1] if self._lengths else 0
         firsts = sorted({form for token in self._tokens for form in (token[0], token[0].upper()) if len(form) == 1})
         self._starts = re.compile("[" + "".join(map(re.escape, firsts)) + "]") if firsts else None
-        self._heads: frozenset[str] | None = None
-        self._tails: frozenset[str] = frozenset()
+        # In order, so that a part of a token is found by searching: all parts together would be quadratic in length.
+        self._sorted = sorted(self._tokens)
+        self._reversed = sorted(token[::-1] for token in self._tokens)
 
     def break_up(self, text: str, marker: str) -> str:
         """`text` with a marker after the first character of each control text, and at edges that hold a part of one."""
@@ -50,16 +52,13 @@ class ControlText:
         return any(near[:length] in self._tokens for length in self._lengths)
 
     def _edge_cuts(self, text: str) -> list[int]:
-        if self._heads is None:
-            self._heads = frozenset(token[:i] for token in self._tokens for i in range(1, len(token)))
-            self._tails = frozenset(token[i:] for token in self._tokens for i in range(1, len(token)))
         end, start = len(text.rstrip()), len(text) - len(text.lstrip())
         tail = text[max(end - self._longest, 0) : end].lower()
         head = text[start : start + self._longest].lower()
         cuts = []
-        if any(tail[-length:] in self._heads for length in range(1, len(tail) + 1)):
+        if any(_begins_longer(self._sorted, tail[-length:]) for length in range(1, len(tail) + 1)):
             cuts.append(end)
-        if any(head[:length] in self._tails for length in range(1, len(head) + 1)):
+        if any(_begins_longer(self._reversed, head[:length][::-1]) for length in range(1, len(head) + 1)):
             cuts.append(start)
         return cuts
 
@@ -72,6 +71,12 @@ class ControlText:
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self.break_up_all(item, marker) for item in value]
         return value
+
+
+def _begins_longer(ordered: Sequence[str], part: str) -> bool:
+    """Whether one of the texts, which are in order, begins with `part` and goes on."""
+    place = bisect_right(ordered, part)
+    return place < len(ordered) and ordered[place].startswith(part)
 
 
 def strings_in(value: Any) -> Iterable[str]:

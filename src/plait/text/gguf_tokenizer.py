@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import TokenizerError
+from plait.text.backend_errors import backend_errors
 from plait.text.pretokenizers import pre_tokenizer
+from plait.text.sentencepiece_model import MAX_TOKEN_CHARS
 from plait.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -67,7 +69,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     if model not in ("gpt2", "llama"):
         raise TokenizerError(f"tokenizer.ggml.model {model!r} is not supported (known: 'gpt2', 'llama')")
     tokens = _tokens(metadata)
-    types = list(metadata.get(_PREFIX + "token_type", ())) or [1] * len(tokens)
+    types = _array(metadata, "token_type", int) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if model == "gpt2":
@@ -81,7 +83,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     _add_tokens(backend, tokens, types, special={id for id in named.values() if id is not None} | eos_ids)
     bos = named["bos"] if metadata.get(_PREFIX + "add_bos_token", add_bos) else None
     prefix = [] if bos is None else [bos]
-    _set_post_processor(backend, tokens, prefix)
+    set_prefix(backend, [(tokens[id], id) for id in prefix])
     special_tokens = {
         f"{name}_token": tokens[id]
         for name, id in (
@@ -108,8 +110,17 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     )
 
 
+def _array(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """The elements of an array, which are all of one type; none where the key is absent."""
+    value = metadata.get(_PREFIX + name, [])
+    if not isinstance(value, list) or (value and not isinstance(value[0], kinds)):
+        wanted = {str: "texts", int: "whole numbers"}.get(kinds[0], "numbers")
+        raise TokenizerError(f"{_PREFIX}{name} must be an array of {wanted}, not {value!r:.60}")
+    return value
+
+
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
-    tokens = list(metadata.get(_PREFIX + "tokens", ()))
+    tokens = _array(metadata, "tokens", str)
     if not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is missing; the file has no vocabulary")
     if not all(tokens):
@@ -123,8 +134,8 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     key = f"{_PREFIX}{name}_token_id"
     value = metadata.get(key)
-    if value is not None and not 0 <= int(value) < count:
-        raise TokenizerError(f"{key} is {value}, but there are {count} tokens")
+    if value is not None and not (isinstance(value, int) and 0 <= value < count):
+        raise TokenizerError(f"{key} is {value!r:.60}, but there are {count} tokens")
     return None if value is None else int(value)
 
 
@@ -149,10 +160,12 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple
             "and may split text in other places than the model's own",
             stacklevel=2,
         )
+    if not isinstance(name, str):
+        raise TokenizerError(f"tokenizer.ggml.pre must be a name, not {name!r:.60}")
     rules = pre_tokenizer(name)
     if _PREFIX + "merges" not in metadata:
         raise TokenizerError("tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
-    pairs = [_merge(text) for text in metadata[_PREFIX + "merges"]]
+    pairs = [_merge(text) for text in _array(metadata, "merges", str)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = Backend(_bpe(models.BPE, vocabulary, pairs, ignore_merges=rules.ignore_merges))
     backend.pre_tokenizer = rules.build()
@@ -177,15 +190,18 @@ def _sentencepiece_backend(
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    scores = metadata.get(_PREFIX + "scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = _array(metadata, "scores", float, int)
+    if len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores is missing or of another length; a 'llama' tokenizer needs it")
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN_CHARS:
+        raise TokenizerError(f"tokenizer.ggml.tokens has one of {longest} characters (at most {MAX_TOKEN_CHARS})")
     unknown = _token_id(metadata, "unknown", len(tokens))
     backend = Backend(
         _bpe(
             models.BPE,
             {token: id for id, token in enumerate(tokens)},
-            _merges(tokens, types, scores, store),
+            stored_merges(tokens, types, scores, store),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -201,9 +217,10 @@ def _sentencepiece_backend(
     return backend
 
 
-def _merges(
+def stored_merges(
     tokens: list[str], types: list[int], scores: Sequence[float], store: MergeStore | None
 ) -> list[tuple[str, str]]:
+    """`merges_from_scores` as texts, from the store where it has them."""
     ids = None if store is None else store.load()
     if ids is None:
         ids = merges_from_scores(tokens, types, scores)
@@ -232,10 +249,8 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[flo
 
 
 def _bpe(model: Any, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
-    try:
+    with backend_errors("the GGUF vocabulary and merges do not fit each other"):
         return model(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"the GGUF vocabulary and merges do not fit each other: {error}") from error
 
 
 def _add_tokens(backend: Any, tokens: list[str], types: list[int], special: set[int]) -> None:
@@ -248,15 +263,18 @@ def _add_tokens(backend: Any, tokens: list[str], types: list[int], special: set[
     backend.add_tokens([AddedToken(tokens[id], normalized=False, special=False) for id in plain])
 
 
-def _set_post_processor(backend: Any, tokens: list[str], prefix: list[int]) -> None:
-    # plait puts the prefix there itself; this is for whoever loads the saved tokenizer.json.
+def set_prefix(backend: Any, named: Sequence[tuple[str, int]]) -> None:
+    """Make these tokens, texts and ids, the ones that the saved tokenizer.json puts before a text (plait does so
+    itself)."""
     from tokenizers import processors
 
-    if prefix:
-        text = " ".join(f"{tokens[id]}:0" for id in prefix)
-        named = [(tokens[id], id) for id in prefix]
+    if named:
+        # A name in the template cannot have spaces or colons, which a token may have.
+        names = [f"prefix_{n}" if set(token) & set(" :$") else token for n, (token, _) in enumerate(named)]
+        text = " ".join(f"{name}:0" for name in names)
+        special = [{"id": name, "ids": [id], "tokens": [token]} for name, (token, id) in zip(names, named, strict=True)]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=named
+            single=f"{text} $A:0", pair=f"{text} $A:0 $B:1", special_tokens=special
         )
 
 

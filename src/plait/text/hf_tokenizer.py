@@ -1,18 +1,27 @@
-"""Tokenizers from a Hugging Face model directory: `tokenizer.json` and the files around it."""
+"""Tokenizers from a Hugging Face model directory: `tokenizer.json`, or what came before it, and the files around it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
-from plait.text.tokenizer import Tokenizer
+from plait.text.backend_errors import backend_errors
+from plait.text.sentencepiece_model import MAX_TOKENIZER_BYTES
+from plait.text.tokenizer import CachedMerges, Tokenizer
+from plait.text.tokenizer_files import (
+    MERGES,
+    RANKS,
+    SENTENCEPIECE,
+    VOCAB,
+    build_from_files,
+    files_in,
+    say_disagreements,
+)
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_TOKENIZER_BYTES = 512 << 20
-_CONVERTIBLE = ("tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json")
 
 
 def load_directory(directory: Path) -> Tokenizer:
@@ -21,23 +30,20 @@ def load_directory(directory: Path) -> Tokenizer:
     The ids that end a sequence are all those that generation_config.json, config.json and the tokenizer's `eos_token`
     name. Raises TokenizerError, naming the file.
     """
-    from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Backend
-
     file = directory / "tokenizer.json"
-    if not file.exists():
-        found = [name for name in _CONVERTIBLE if (directory / name).exists()]
-        has = f"it has {', '.join(found)} only, which plait does not convert yet" if found else "no tokenizer is there"
-        raise TokenizerError(f"{directory} has no tokenizer.json ({has}); save one with transformers' AutoTokenizer")
-    check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # `tokenizers` raises plain Exception
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    backend = _read_tokenizer_json(file) if file.exists() else None
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     special_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
-    # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens.values()])
+    if backend is not None:
+        _add_special(backend, special_tokens.values(), file)
+        say_disagreements(directory, backend)
+    elif files_in(directory):
+        backend, special_tokens = build_from_files(directory, config, special_tokens, CachedMerges)
+        # What is saved is a tokenizer.json, which the class of the old files would not read.
+        config = {**config, **special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config.pop("auto_map", None)
+    else:
+        raise TokenizerError(_missing(directory))
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
@@ -45,6 +51,34 @@ def load_directory(directory: Path) -> Tokenizer:
         prefix_ids=_prefix(backend, config, special_tokens),
         chat_templates=_chat_templates(directory, config),
         config=config,
+    )
+
+
+def _read_tokenizer_json(file: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
+    with backend_errors(f"{file} cannot be read"):
+        return Backend.from_file(str(file))
+
+
+def _add_special(backend: Any, texts: Iterable[str], file: Path) -> None:
+    """Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers."""
+    from tokenizers import AddedToken
+
+    with backend_errors(f"{file} cannot be used"):
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+        backend.encode("a\u0301 A")
+
+
+def _missing(directory: Path) -> str:
+    found = [name for name in (VOCAB, MERGES) if (directory / name).exists()]
+    if found:
+        missing = VOCAB if found == [MERGES] else MERGES
+        return f"{directory} has {found[0]} but no {missing}, which belongs to it: download it beside"
+    return (
+        f"{directory} has no tokenizer: none of tokenizer.json, {SENTENCEPIECE}, {RANKS}, and {VOCAB} with {MERGES};"
+        " save one with transformers' AutoTokenizer"
     )
 
 
@@ -97,7 +131,13 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     if isinstance(value, str):
         templates["default"] = value
     elif isinstance(value, list):
-        templates = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
+        for entry in value:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise TokenizerError(f"{directory}: chat_template must hold names and templates, not {entry!r:.80}")
+            templates[name] = text
+    elif value is not None:
+        raise TokenizerError(f"{directory}: chat_template must be text or a list of templates, not {value!r:.80}")
     file = directory / "chat_template.jinja"
     if file.exists():
         templates["default"] = read_text(file, TokenizerError)

@@ -31,6 +31,13 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
 _PUNCTUATION_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _GPT4O = f"{_CASED[0]}{_CONTRACTION}?|{_CASED[1]}{_CONTRACTION}?|{_DIGITS_BY_THREE}|{_PUNCTUATION_SLASH}|{_SPACES}"
+# Kimi's: runs of Han characters are words of their own, and no part of other words.
+_UPPER_NO_HAN, _LOWER_NO_HAN = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI_K2 = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}*{_LOWER_NO_HAN}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}+{_LOWER_NO_HAN}*{_CONTRACTION}?"
+    rf"|{_DIGITS_BY_THREE}|{_PUNCTUATION}|{_SPACES}"
+)
 _TEKKEN = f"{_CASED[0]}|{_CASED[1]}|{_DIGIT}|{_PUNCTUATION_SLASH}|{_SPACES}"
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _DEEPSEEK3 = (
@@ -142,6 +149,7 @@ PRE_TOKENIZERS = (
     ),
     PreTokenizer((_QWEN35,), nfc=True, names=("qwen35",)),
     PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True, names=("tekken",)),
+    PreTokenizer((_KIMI_K2,), ignore_merges=True, names=("kimi-k2",)),
     PreTokenizer((_GPT4O,), names=("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")),
     PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),

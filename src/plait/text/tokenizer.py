@@ -13,6 +13,7 @@ from plait.errors import CapacityError, RequestError, TokenizerError, UsageError
 from plait.text.chat_template import ChatTemplate, validate_messages
 from plait.text.control_text import ControlText, MarkedEncoder, strings_in, unused_marker
 from plait.text.detokenizer import IncrementalDetokenizer, TokenBytes
+from plait.text.sentencepiece_model import MAX_TOKEN_CHARS
 from plait.text.token_bound import TokenBound
 
 # So many merges are worked out before a file could be opened.
@@ -58,6 +59,9 @@ class Tokenizer:
         self._guards: dict[str, ControlText] = {}
         self._marked: dict[str, MarkedEncoder] = {}
         self._added = backend.get_added_tokens_decoder()
+        longest = max((len(token.content) for token in self._added.values()), default=0)
+        if longest > MAX_TOKEN_CHARS:
+            raise TokenizerError(f"an added token has {longest} characters (at most {MAX_TOKEN_CHARS})")
         self._warned_about_bos = False
         self._bound: TokenBound | None = None
         self.bytes_of = TokenBytes(backend)

@@ -28,6 +28,10 @@ log = logging.getLogger("plait.save")
 SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
     "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

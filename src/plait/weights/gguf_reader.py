@@ -26,6 +26,9 @@ from plait.weights.sources import (
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
+# What the files of a set may say differently: the number of each is checked by itself.
+_OWN_KEYS = {"split.no", "general.alignment"}
+
 
 class GGUFFile:
     """An open GGUF model: one file, or all members of a split set.
@@ -111,11 +114,11 @@ def _check_split(headers: dict[Path, Header], members: list[Path]) -> None:
             raise WeightError(
                 f"{path}: split.no is {metadata.get('split.no')} (counted from 0), but its name says part {number + 1}"
             )
-        for key in ("general.architecture", "general.name", "general.uuid", "split.tensors.count"):
-            if key in metadata and metadata[key] != first.get(key, metadata[key]):
+        for key in metadata.keys() - _OWN_KEYS if number else ():
+            if key in first and metadata[key] != first[key]:
                 raise WeightError(
-                    f"{path}: {key} is {metadata[key]!r}, but {first[key]!r} in {members[0].name}: the files belong to"
-                    " different models"
+                    f"{path}: {key} is {metadata[key]!r:.60}, but {first[key]!r:.60} in {members[0].name}: the files"
+                    " belong to different models"
                 )
         for name in header.tensors:
             if name in seen:

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from heapq import nsmallest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from plait.model.quantisation import read_quantisation
 from plait.weights.checkpoint import config_file, raw_config, with_divisors
 from plait.weights.locate import locate
 from plait.weights.quantised.source import check_plain, collect
-from plait.weights.sources import TensorSource, open_source
+from plait.weights.sources import TensorInfo, TensorSource, open_source
 
 _GGUF_TOKENIZER = "tokenizer.ggml."
+_OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json")
 BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -33,9 +35,12 @@ def inspect_checkpoint(model: str | Path | None, strict: bool = False) -> dict[s
 
     A configuration that plait cannot carry out is no error here: `supported` is False and `problem` says why.
     """
-    path = locate(model)
     with _no_collection():
-        source = open_source(path)
+        return _inspect(locate(model), strict)
+
+
+def _inspect(path: Path, strict: bool) -> dict[str, Any]:
+    source = open_source(path)
     document: dict[str, Any] = {"path": str(path), "format": "gguf" if hasattr(source, "metadata") else "safetensors"}
     config, raw, problem = _configuration(path, source, strict)
     document |= {"supported": config is not None, "problem": problem}
@@ -125,13 +130,18 @@ def _quantisation_facts(
 def _tensor_facts(source: TensorSource) -> dict[str, Any]:
     """Counts and bytes by storage format, and the largest tensors."""
     infos = [source.info(name) for name in source.names()]
-    formats: dict[str, dict[str, int]] = {}
+    by_format: dict[str, list[TensorInfo]] = {}
     for info in infos:
-        entry = formats.setdefault(info.format, {"tensors": 0, "numbers": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["numbers"] += prod(info.shape)
-        entry["bytes"] += info.nbytes
-    largest = sorted(infos, key=lambda info: -info.nbytes)[:5]
+        by_format.setdefault(info.format, []).append(info)
+    formats = {
+        name: {
+            "tensors": len(group),
+            "numbers": sum(prod(info.shape) for info in group),
+            "bytes": sum(info.nbytes for info in group),
+        }
+        for name, group in by_format.items()
+    }
+    largest = nsmallest(5, infos, key=lambda info: -info.nbytes)
     return {
         "count": len(infos),
         "numbers": sum(entry["numbers"] for entry in formats.values()),
@@ -152,8 +162,12 @@ def _tokenizer_facts(path: Path, source: TensorSource) -> dict[str, Any] | None:
     directory = path if path.is_dir() else path.parent
     file = directory / "tokenizer.json"
     if not file.is_file():
-        others = [n for n in ("tokenizer.model", "tiktoken.model", "vocab.json") if (directory / n).is_file()]
-        return {"kind": None, "file": others[0]} if others else None
+        if not any((directory / name).exists() for name in _OTHER_TOKENIZERS):
+            return None
+        from plait.text.tokenizer_files import facts_of_files
+
+        facts = facts_of_files(directory)
+        return None if facts is None else facts | _settings(directory)
     return _json_tokenizer(file) | _settings(directory)
 
 
