@@ -8,9 +8,9 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
+from plait.text.added_tokens import add_configured_tokens
 from plait.text.tokenizer import Tokenizer
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 512 << 20
 _CONVERTIBLE = ("tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json")
 
@@ -21,7 +21,6 @@ def load_directory(directory: Path) -> Tokenizer:
     The ids that end a sequence are all those that generation_config.json, config.json and the tokenizer's `eos_token`
     name. Raises TokenizerError, naming the file.
     """
-    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
     file = directory / "tokenizer.json"
@@ -34,10 +33,8 @@ def load_directory(directory: Path) -> Tokenizer:
         backend = Backend.from_file(str(file))
     except Exception as error:  # `tokenizers` raises plain Exception
         raise TokenizerError(f"{file} cannot be read: {error}") from error
-    config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
-    special_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
-    # Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers.
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens.values()])
+    settings = add_configured_tokens(backend, directory)
+    config, special_tokens = settings.config, settings.special_tokens
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
@@ -50,14 +47,6 @@ def load_directory(directory: Path) -> Tokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     return read_json_if_there(file, TokenizerError)
-
-
-def _text(token: Any) -> str:
-    """A token in tokenizer_config.json is its text or an object with `content`."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str):
-        raise TokenizerError(f"a special token in tokenizer_config.json must be text or have content, not {token!r}")
-    return text
 
 
 def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str, str]) -> Iterator[int]:
