@@ -91,9 +91,6 @@ def test_tokens_of_other_files_are_those_of_transformers(tmp_path: Path, name: s
         assert tokenizer.encode(text, add_bos=False) == ids, text
         assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True), text
     assert tokenizer.vocab_size == max(oracle.get_vocab().values()) + 1
-    assert {tokenizer.token_text(id) for id in oracle.all_special_ids} <= set(
-        map(tokenizer.token_text, range(FIRST + 9))
-    )
     assert set(oracle.all_special_ids) <= tokenizer.special_ids
     tokenizer.save(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
