@@ -144,6 +144,14 @@ def test_a_tensor_that_nothing_uses_is_refused_by_name(checkpoint):
         load(path)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bool, "BOOL"), (torch.complex64, "C64")])
+def test_what_holds_no_real_numbers_is_refused_before_anything_is_read(checkpoint, dtype, name):
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    path = checkpoint(change=lambda t: t.update({matrix: t[matrix].to(dtype)}))
+    with pytest.raises(WeightError, match=rf"up_proj\.weight is stored as {name}, which is no format of real numbers"):
+        load(path)
+
+
 def test_a_bias_that_the_configuration_does_not_have_is_refused(checkpoint):
     path = checkpoint(change=lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(24)}))
     with pytest.raises(WeightError, match=r"q_proj\.bias"):

@@ -287,6 +287,13 @@ def test_a_selection_bias_learns_nothing_by_gradient():
 REFUSED = {
     "two spellings": ("qwen3_moe", {"num_local_experts": 6}, r"num_experts=5 and num_local_experts=6 .* differ"),
     "more chosen than there are": ("olmoe", {"num_experts_per_tok": 7}, r"num_experts_per_tok=7 .* experts, 6"),
+    "fewer experts than none": ("qwen3_moe", {"num_experts": -1}, r"num_experts=-1 must not be negative"),
+    "fewer experts than none, by the other key": (
+        "mixtral",
+        {"num_local_experts": ..., "num_experts": -2},
+        r"num_experts=-2 must not be negative",
+    ),
+    "a window before the token": ("qwen2_moe", {"sliding_window": -1}, r"sliding_window=-1 must not be negative"),
     "none chosen": ("mixtral", {"num_experts_per_tok": 0}, r"num_experts_per_tok=0 must be at least 1"),
     "a step of 0": ("qwen2_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step=0 must be at least 1"),
     "dense layers that are no list": ("qwen3_moe", {"mlp_only_layers": 1}, r"mlp_only_layers=1 .* must be a list"),
@@ -304,7 +311,7 @@ REFUSED = {
 def test_what_a_router_cannot_do_is_refused_by_key(name):
     family, changes, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        parse_config({**CONFIGS[family], **changes})
+        parse_config({key: value for key, value in {**CONFIGS[family], **changes}.items() if value is not ...})
 
 
 def test_a_model_without_experts_is_dense():

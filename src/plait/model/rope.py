@@ -52,7 +52,10 @@ def rotary_table(spec: RotarySpec) -> RotaryTable:
         return table
     long = _divided(spec, spec.scaling["long_factor"])
     return replace(
-        table, long_inv_freq=tuple(long.tolist()), original=int(spec.scaling["original_max_position_embeddings"])
+        table,
+        long_inv_freq=tuple(long.tolist()),
+        original=int(spec.scaling["original_max_position_embeddings"]),
+        long_magnitude=_longrope_magnitude(spec, "long_mscale"),
     )
 
 
@@ -143,13 +146,19 @@ def _proportional(spec: RotarySpec) -> tuple[Numbers, float]:
 
 def _longrope(spec: RotarySpec) -> tuple[Numbers, float]:
     """The short set; `rotary_table` adds the long one."""
+    return _divided(spec, spec.scaling["short_factor"]), _longrope_magnitude(spec, "short_mscale")
+
+
+def _longrope_magnitude(spec: RotarySpec, own: str) -> float:
+    """What the configuration says of this set (`own`) or of both, else sqrt(1 + ln r / ln C)."""
     scaling = spec.scaling
-    original, magnitude = scaling["original_max_position_embeddings"], scaling.get("attention_factor")
+    original, magnitude = scaling["original_max_position_embeddings"], scaling.get(own)
+    magnitude = scaling.get("attention_factor") if magnitude is None else magnitude
     if magnitude is None:
         factor = scaling.get("factor")
         factor = spec.max_positions / original if factor is None else factor
         magnitude = 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
-    return _divided(spec, scaling["short_factor"]), float(magnitude)
+    return float(magnitude)
 
 
 def _divided(spec: RotarySpec, divisors: Sequence[float]) -> Numbers:

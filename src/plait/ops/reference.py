@@ -40,13 +40,16 @@ def positions_by_reach(
     long_inv_freq: Sequence[float],
     original: int,
     magnitude: float = 1.0,
+    long_magnitude: float | None = None,
 ) -> Tensor:
     """`positions` with one of two tables: long_inv_freq where reach [...] exceeds `original` (Ding et al. 2024).
 
     reach: the most tokens that the token's sequence will have, so that all of its keys are of one kind.
     """
     short = positions(position, inv_freq=inv_freq, magnitude=magnitude)
-    long = positions(position, inv_freq=long_inv_freq, magnitude=magnitude)
+    long = positions(
+        position, inv_freq=long_inv_freq, magnitude=magnitude if long_magnitude is None else long_magnitude
+    )
     return torch.where((reach > original)[..., None, None], long, short)
 
 

@@ -68,13 +68,14 @@ class RotaryTable:
 
     inv_freq: fp32 values (as Python floats), one per rotating pair; magnitude multiplies cos and sin.
     long_inv_freq: what takes their place for sequences that may become longer than `original` tokens (LongRoPE);
-    empty: the table is the same for all.
+    empty: the table is the same for all. long_magnitude: the magnitude of these; None: the same.
     """
 
     inv_freq: tuple[float, ...]
     magnitude: float = 1.0
     long_inv_freq: tuple[float, ...] = ()
     original: int = 0
+    long_magnitude: float | None = None
 
     @property
     def width(self) -> int:

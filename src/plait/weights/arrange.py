@@ -24,6 +24,7 @@ log = logging.getLogger("plait.load")
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PLAIN_FORMATS = ("F64", "F32", "F16", "BF16")
+_NOT_REAL = ("BOOL", "C64")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Numbers of two tensors that are compared at a time.
 _COMPARED_NUMBERS = 1 << 22
@@ -155,7 +156,10 @@ def arrange(
     names = [name for name in source.names() if name not in dropped]
     plan = BoundMap(checkpoint.config, checkpoint.names).incoming(names, shapes)
     for assignment in plan.assignments:
-        _check_shape(assignment, source.info(assignment.file).shape, shapes)
+        info = source.info(assignment.file)
+        _check_shape(assignment, info.shape, shapes)
+        if info.format in _NOT_REAL:
+            raise WeightError(f"{assignment.file} is stored as {info.format}, which is no format of real numbers")
     report.skipped = [*dropped, *plan.skipped]
     report.formats = dict(Counter(source.info(assignment.file).format for assignment in plan.assignments))
     return plan
