@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 import plait
 from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
+from plait.text.tokenizer import load_tokenizer
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.load import load
 from tests.memory.tiny_decoders import tiny_decoder
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model_dir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,6 +100,21 @@ def test_a_file_that_is_named_is_the_one_that_is_loaded(checkpoint):
     assert torch.equal(logits(load(path / "model.safetensors", "fp32")), logits(plain))
     (path / "generation_config.json").write_text('{"top_k": 7}')
     assert open_checkpoint(path / "other.safetensors").generation_defaults == {"top_k": 7}
+
+
+def test_a_model_in_the_layout_of_the_hubs_cache_is_an_ordinary_one(tmp_path):
+    """Every file of a snapshot is a link to ../../blobs; whole directories and single files load through it."""
+    directory = tiny_model_dir(tmp_path)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    expected, text = logits(load(directory, "fp32")), load_tokenizer(directory).encode("abc")
+    for number, file in enumerate(sorted(directory.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    for path in (snapshot, snapshot / "model.safetensors"):
+        assert torch.equal(logits(load(path, "fp32")), expected)
+        assert load_tokenizer(path).encode("abc") == text
 
 
 def test_a_safetensors_file_without_a_configuration_is_refused(checkpoint, tmp_path):
