@@ -138,6 +138,7 @@ def test_a_token_that_has_another_id_than_the_files_say_is_told(tmp_path: Path) 
         ({"tokenizer_config": {"additional_special_tokens": "<new>"}}, "must be a list of tokens, not '<new>'"),
         ({"tokenizer_config": {"extra_special_tokens": [3]}}, "extra_special_tokens .* not 3"),
         ({"tokenizer_config": {"bos_token": 5}}, "bos_token .* must be text or have content, not 5"),
+        ({"tokenizer_config": {"bos_token": "\ud800"}}, r"bos_token .* not '\\ud800'"),
         ({"tokenizer_config": {}, "added_tokens": {"<new>": "445"}}, "gives '<new>' the id '445'"),
     ],
 )

@@ -137,7 +137,7 @@ def _is_token(value: Any) -> bool:
 def _text(name: str, token: Any) -> str:
     """A token in these files is its text or an object with `content`."""
     text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str):
+    if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
         raise TokenizerError(f"{name} in tokenizer_config.json must be text or have content, not {token!r:.80}")
     return text
 

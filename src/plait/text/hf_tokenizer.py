@@ -33,6 +33,8 @@ def load_directory(directory: Path) -> Tokenizer:
         backend = Backend.from_file(str(file))
     except Exception as error:  # `tokenizers` raises plain Exception
         raise TokenizerError(f"{file} cannot be read: {error}") from error
+    if getattr(backend.model, "dropout", None):  # of merges, for training: ids would differ from call to call
+        backend.model.dropout = None
     settings = add_configured_tokens(backend, directory)
     config, special_tokens = settings.config, settings.special_tokens
     return Tokenizer(
@@ -57,7 +59,7 @@ def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str,
     for source in (_read_json(directory / "generation_config.json"), config, inner):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and token_id >= 0:
+            if type(token_id) is int and token_id >= 0:
                 yield token_id
             elif token_id is not None:
                 raise TokenizerError(f"eos_token_id in {directory} must be an id or a list of ids, not {value!r}")
@@ -85,8 +87,14 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     templates = {}
     if isinstance(value, str):
         templates["default"] = value
-    elif isinstance(value, list):
-        templates = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
+    elif isinstance(value, Mapping):
+        templates = dict(value)
+    elif isinstance(value, list) and all(isinstance(e, Mapping) and {"name", "template"} <= e.keys() for e in value):
+        templates = {entry["name"]: entry["template"] for entry in value}
+    elif value is not None:
+        raise TokenizerError(f"chat_template in tokenizer_config.json must be text or named texts, not {value!r:.80}")
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise TokenizerError(f"chat_template in tokenizer_config.json: names and templates must be text: {value!r:.80}")
     file = directory / "chat_template.jinja"
     if file.exists():
         templates["default"] = read_text(file, TokenizerError)
