@@ -133,6 +133,17 @@ def test_a_missing_expert_is_named_by_the_tensor_that_is_not_there(saved, family
         load(saved(family, lambda tensors: tensors.pop(name)))
 
 
+def test_a_gap_in_the_numbers_of_experts_is_named_with_what_stands_behind_it(saved):
+    """Experts 0 to 4 and 6 of six."""
+
+    def renumber(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".layers.0.mlp.experts.5." in name]:
+            tensors[name.replace(".5.", ".6.")] = tensors.pop(name)
+
+    with pytest.raises(WeightError, match=r"experts\.6\.\w+\.weight.* no use for, and lacks .*experts\.5\.up_proj"):
+        load(saved("olmoe", renumber))
+
+
 @pytest.mark.parametrize("part", ["gate", "up", "down"])
 def test_a_missing_expert_of_an_old_gguf_file_is_named_too(part):
     """Such names are read and never written: stacks took their place."""

@@ -230,6 +230,11 @@ def test_an_eos_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
         load_tokenizer(folder)
 
 
+def test_an_add_bos_token_that_is_no_flag_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="add_bos_token='yes' in tokenizer_config.json must be true or false"):
+        load_tokenizer(small.write(tmp_path, small.byte_level(), {"add_bos_token": "yes"}))
+
+
 @pytest.mark.parametrize("value", [5, ["plain"], [{"name": "default"}], [{"name": 5, "template": "x"}], {"default": 5}])
 def test_templates_that_are_no_text_are_refused_by_key(tmp_path: Path, value: object) -> None:
     folder = small.write(tmp_path, small.byte_level(), {"chat_template": value})

@@ -77,6 +77,8 @@ def _prefix(backend: Any, config: Mapping[str, Any], special_tokens: Mapping[str
     prefix = full[: starts[0]] if starts else []
     bos = backend.token_to_id(special_tokens.get("bos_token", ""))
     add_bos = config.get("add_bos_token")
+    if not isinstance(add_bos, bool | None):
+        raise TokenizerError(f"add_bos_token={add_bos!r:.80} in tokenizer_config.json must be true or false")
     if add_bos is False:
         return [token_id for token_id in prefix if token_id != bos]
     return [bos, *prefix] if add_bos and bos is not None and bos not in prefix else prefix
