@@ -16,6 +16,7 @@ from plait.model.decoder import Decoder
 from plait.text.tokenizer import load_tokenizer
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.load import load
+from tests.configs import CONFIGS
 from tests.memory.tiny_decoders import tiny_decoder
 from tests.tiny import tiny_config, tiny_model_dir
 
@@ -208,6 +209,27 @@ BUFFERS = {
         "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
     ),
 }
+
+
+LATER_BUFFERS = {
+    "gpt2": ("transformer.h.0.attn.bias", "h.2.attn.masked_bias"),
+    "gptj": ("transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias", "transformer.h.0.attn.embed_positions"),
+    "falcon": ("transformer.h.0.self_attention.rotary_emb.inv_freq",),
+    "gemma2": ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+    "mixtral": ("model.layers.2.self_attn.rotary_emb.sin_cached",),
+}
+
+
+@pytest.mark.parametrize("family", LATER_BUFFERS)
+def test_leftover_buffers_of_other_families_too(tmp_path, family):
+    plait.from_config(CONFIGS[family], seed=2).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for extra in LATER_BUFFERS[family]:
+        save_file({**tensors, extra: torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert load(tmp_path, "fp32").load_report.skipped == [extra]
+    save_file({**tensors, f"{extra}s": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"{extra}s .* no use for"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("family", BUFFERS)
