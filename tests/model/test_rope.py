@@ -121,6 +121,12 @@ def test_longrope_divides_by_its_short_or_its_long_set():
     assert table.original == 4096
 
 
+def test_a_short_set_of_ones_is_plain_rope_but_for_the_magnitude():
+    table = rotary_table(longrope(short_factor=[1.0] * 4, long_factor=[64.0] * 4))
+    assert torch.equal(torch.tensor(table.inv_freq), frequencies(spec(width=8)))
+    assert table.magnitude == pytest.approx(sqrt(1 + 5 / 12)) and table.long_inv_freq[0] == 1 / 64
+
+
 def test_the_magnitude_of_longrope_is_the_root_of_one_and_the_ratio_of_logarithms():
     """Phi-3-mini-128k: 131072 / 4096 = 32; sqrt(1 + ln 32 / ln 4096) = sqrt(1 + 5 / 12)."""
     assert rotary_table(longrope()).magnitude == pytest.approx(sqrt(1 + 5 / 12))
