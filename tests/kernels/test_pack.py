@@ -50,6 +50,28 @@ def test_any_bits_unpack_as_gguf_dequantises_them(layout):
         np.testing.assert_array_equal(model.unpack(packed), model.dequantise(layout, blocks))
 
 
+# 0, -0, the smallest and the largest subnormal, -1, the largest, the infinities, a NaN.
+SPECIAL_SCALES = (0x0000, 0x8000, 0x0001, 0x83FF, 0xBC00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00)
+
+
+@pytest.mark.parametrize("target", ["its own", *FLOATS])
+@pytest.mark.parametrize("layout", model.QUANTISED)
+def test_scales_may_be_any_half_precision_number(layout, target):
+    rng = np.random.default_rng(8)
+    block_cols, block_bytes, scales = model.BLOCKS[layout]
+    blocks = model.random_blocks(rng, layout, 40, 3 * block_cols).reshape(-1, block_bytes)
+    for offset in scales:
+        bits = rng.choice(np.array(SPECIAL_SCALES, "<u2"), len(blocks))
+        blocks[:, offset : offset + 2] = bits[:, None].view(np.uint8)
+    blocks = blocks.reshape(40, -1)
+    with np.errstate(all="ignore"):
+        expected = model.dequantise(layout, blocks)
+        expected = expected if target == "its own" else rounded(expected, target)
+    got = model.unpack(model.pack(blocks, layout, layout if target == "its own" else target, 3 * block_cols))
+    np.testing.assert_array_equal(got, expected)
+    assert np.isnan(expected).any() and np.isinf(expected).any() and (expected == 0).any()
+
+
 @pytest.mark.parametrize("layout", QUANTISABLE)
 def test_quantised_numbers_unpack_as_gguf_dequantises_them(layout):
     values = np.random.default_rng(2).standard_normal((20, 96)).astype(np.float32)

@@ -12,6 +12,7 @@ import pytest
 from plait.kernels import abi, native
 from plait.ops.spec import RouterSpec
 from tests.kernels.quant_model import isa_names
+from tests.routers import BY_HAND
 
 pytestmark = pytest.mark.skipif(native.native_library() is None, reason=f"no native library: {native.reason()}")
 every_isa = pytest.mark.parametrize("isa", isa_names())
@@ -161,6 +162,23 @@ def test_sparse_mixers(isa: str, spec: RouterSpec) -> None:
     logits[0] = -1.5  # equal ones: the first two, and shares of all that are left
     logits[1] = np.minimum(logits[1], 0)
     agree(isa, spec, logits)
+
+
+@every_isa
+@pytest.mark.parametrize("name", BY_HAND)
+def test_weights_that_are_worked_out_by_hand(isa: str, name: str) -> None:
+    scores, bias, spec, chosen, shares = BY_HAND[name]
+    made = route(isa, spec, np.float32([scores]), None if bias is None else np.float32(bias))
+    assert made.ids[0].tolist() == chosen
+    assert made.weights[0].tolist() == pytest.approx(shares, abs=2e-6 * spec.scale)
+
+
+@every_isa
+@pytest.mark.parametrize("shift", [-30.0, -3.0])
+def test_selection_scores_below_zero_choose_from_kept_groups(isa: str, shift: float) -> None:
+    spec = RouterSpec(8, 2, "sigmoid", "always", 2.5, 4, 2, "two_best", "minus_infinity")
+    rng = np.random.default_rng(3)
+    agree(isa, spec, coarse(rng, 60, 8), (shift + coarse(rng, 8) / 4).astype(np.float32))
 
 
 @every_isa

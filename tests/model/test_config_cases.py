@@ -13,7 +13,10 @@ import torch
 import plait
 from plait.model.config import ModelConfig
 from plait.model.families import parse_config
+from plait.model.reader import known_keys
 from plait.model.rope import rope_frequencies
+from tests.configs import CONFIGS
+from tests.model.test_rope import SCALINGS
 
 BASE: dict[str, Any] = {
     "vocab_size": 32,
@@ -53,6 +56,13 @@ def test_type_is_an_alias_of_rope_type():
     old = parsed(rope_scaling={"type": "linear", "factor": 4.0})
     assert old == parsed(rope_scaling={"rope_type": "linear", "factor": 4.0})
     assert torch.equal(table(old), table(parsed()) / 4)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_every_scaling_is_the_same_by_either_name_of_its_type(name: str):
+    kind = name.split(",")[0]
+    old, new = (parsed("llama", rope_scaling={key: kind, **SCALINGS[name]}) for key in ("type", "rope_type"))
+    assert old == new and torch.equal(table(old), table(new))
 
 
 def test_rope_type_alone_is_enough():
@@ -142,6 +152,17 @@ def test_kv_heads_of_null_are_the_heads(model_type):
 
 def test_qwen3_without_head_dim_has_its_class_default():
     assert parsed("qwen3").layers[0].attention.key_width == hugging_face("qwen3").head_dim == 128
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family not in ("gpt2", "gptj", "opt")])
+def test_null_is_the_arithmetic_in_every_family(family: str):
+    """Also where the class has a default of its own, which is for absent keys."""
+    raw = {**CONFIGS[family], "hidden_size": 64, "num_attention_heads": 4}
+    keys = known_keys()[family].keys() | raw.keys()
+    nulls = {key: None for key in ("head_dim", "num_key_value_heads") if key in keys}
+    for attention in (layer.attention for layer in parse_config({**raw, **nulls}).layers):
+        assert attention.key_width == 16
+        assert attention.num_kv_heads == (4 if "num_key_value_heads" in nulls or family != "falcon" else 1)
 
 
 # Windows
@@ -340,16 +361,20 @@ def test_the_rotary_fraction_of_gpt_neox_defaults_to_a_quarter():
     assert torch.allclose(table(config), 10_000.0 ** (-torch.arange(0, 48, 2) / 48))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
-def test_a_tie_that_is_not_given_is_the_familys_own(model_type):
-    expected = hugging_face(model_type).tie_word_embeddings
-    assert parsed(model_type).tie_embeddings == expected == (model_type == "gemma3_text")
+TIED = {"gemma2", "gemma3_text", "cohere", "cohere2", "starcoder2", "smollm3", "falcon", "gpt2", "opt", "ernie4_5"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_tie_that_is_not_given_is_the_familys_own(family: str):
+    from transformers import AutoConfig
+
+    raw = {key: value for key, value in CONFIGS[family].items() if key != "tie_word_embeddings"}
+    expected = AutoConfig.for_model(**raw).tie_word_embeddings
+    assert parse_config(raw).tie_embeddings == expected == (family in TIED)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
 def test_the_table_of_known_keys_is_that_of_the_installed_transformers(model_type):
-    from plait.model.reader import known_keys
-
     config = hugging_face(model_type)
     for key, default in known_keys()[model_type].items():
         assert hasattr(config, key), key

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 import plait
 from plait.errors import UsageError, WeightError
 from plait.model.decoder import Decoder
+from plait.text.tokenizer import load_tokenizer
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.load import load
+from tests.configs import CONFIGS
 from tests.memory.tiny_decoders import tiny_decoder
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model_dir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +103,21 @@ def test_a_file_that_is_named_is_the_one_that_is_loaded(checkpoint):
     assert open_checkpoint(path / "other.safetensors").generation_defaults == {"top_k": 7}
 
 
+def test_a_model_in_the_layout_of_the_hubs_cache_is_an_ordinary_one(tmp_path):
+    """Every file of a snapshot is a link to ../../blobs; whole directories and single files load through it."""
+    directory = tiny_model_dir(tmp_path)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    expected, text = logits(load(directory, "fp32")), load_tokenizer(directory).encode("abc")
+    for number, file in enumerate(sorted(directory.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    for path in (snapshot, snapshot / "model.safetensors"):
+        assert torch.equal(logits(load(path, "fp32")), expected)
+        assert load_tokenizer(path).encode("abc") == text
+
+
 def test_a_safetensors_file_without_a_configuration_is_refused(checkpoint, tmp_path):
     (checkpoint() / "model.safetensors").rename(tmp_path / "lone.safetensors")
     with pytest.raises(UsageError, match=r"has no config\.json"):
@@ -144,6 +161,14 @@ def test_a_tensor_that_nothing_uses_is_refused_by_name(checkpoint):
         load(path)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bool, "BOOL"), (torch.complex64, "C64")])
+def test_what_holds_no_real_numbers_is_refused_before_anything_is_read(checkpoint, dtype, name):
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    path = checkpoint(change=lambda t: t.update({matrix: t[matrix].to(dtype)}))
+    with pytest.raises(WeightError, match=rf"up_proj\.weight is stored as {name}, which is no format of real numbers"):
+        load(path)
+
+
 def test_a_bias_that_the_configuration_does_not_have_is_refused(checkpoint):
     path = checkpoint(change=lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(24)}))
     with pytest.raises(WeightError, match=r"q_proj\.bias"):
@@ -184,6 +209,27 @@ BUFFERS = {
         "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
     ),
 }
+
+
+LATER_BUFFERS = {
+    "gpt2": ("transformer.h.0.attn.bias", "h.2.attn.masked_bias"),
+    "gptj": ("transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias", "transformer.h.0.attn.embed_positions"),
+    "falcon": ("transformer.h.0.self_attention.rotary_emb.inv_freq",),
+    "gemma2": ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+    "mixtral": ("model.layers.2.self_attn.rotary_emb.sin_cached",),
+}
+
+
+@pytest.mark.parametrize("family", LATER_BUFFERS)
+def test_leftover_buffers_of_other_families_too(tmp_path, family):
+    plait.from_config(CONFIGS[family], seed=2).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for extra in LATER_BUFFERS[family]:
+        save_file({**tensors, extra: torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert load(tmp_path, "fp32").load_report.skipped == [extra]
+    save_file({**tensors, f"{extra}s": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"{extra}s .* no use for"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("family", BUFFERS)

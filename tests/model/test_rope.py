@@ -121,12 +121,40 @@ def test_longrope_divides_by_its_short_or_its_long_set():
     assert table.original == 4096
 
 
+def test_a_short_set_of_ones_is_plain_rope_but_for_the_magnitude():
+    table = rotary_table(longrope(short_factor=[1.0] * 4, long_factor=[64.0] * 4))
+    assert torch.equal(torch.tensor(table.inv_freq), frequencies(spec(width=8)))
+    assert table.magnitude == pytest.approx(sqrt(1 + 5 / 12)) and table.long_inv_freq[0] == 1 / 64
+
+
 def test_the_magnitude_of_longrope_is_the_root_of_one_and_the_ratio_of_logarithms():
     """Phi-3-mini-128k: 131072 / 4096 = 32; sqrt(1 + ln 32 / ln 4096) = sqrt(1 + 5 / 12)."""
     assert rotary_table(longrope()).magnitude == pytest.approx(sqrt(1 + 5 / 12))
     assert rotary_table(longrope(factor=4.0)).magnitude == pytest.approx(sqrt(1 + 2 / 12))
     assert rotary_table(longrope(factor=1.0)).magnitude == 1.0
     assert rotary_table(longrope(attention_factor=1.25)).magnitude == 1.25
+
+
+def test_each_set_of_longrope_may_have_a_magnitude_of_its_own():
+    """As Phi-3-small and Phi-3.5-MoE write it; it outranks what holds for both."""
+    table = rotary_table(longrope(short_mscale=1.1, long_mscale=1.3, attention_factor=1.25))
+    assert (table.magnitude, table.long_magnitude) == (1.1, 1.3)
+    table = rotary_table(longrope(long_mscale=1.3))
+    assert (table.magnitude, table.long_magnitude) == (pytest.approx(sqrt(1 + 5 / 12)), 1.3)
+    block = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 9.0]}
+    raw = {"model_type": "phi3", "vocab_size": 29, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    raw |= {"num_attention_heads": 2, "max_position_embeddings": 64, "original_max_position_embeddings": 6}
+    plain = plait.from_config({**raw, "rope_scaling": block, "initializer_range": 0.5})
+    own = {**block, "short_mscale": 2 * plain.rotary_tables[0].magnitude, "long_mscale": 0.5}
+    other = plait.from_config({**raw, "rope_scaling": own, "initializer_range": 0.5})
+    for length, factor in ((6, own["short_mscale"]), (7, 0.5)):
+        both = plait.from_config(
+            {**raw, "rope_scaling": {**block, "attention_factor": factor}, "initializer_range": 0.5}
+        )
+        ids = torch.arange(length)
+        with torch.inference_mode():
+            assert torch.equal(other(ids), both(ids))
+            assert not torch.equal(other(ids), plain(ids))
 
 
 def test_the_long_set_is_for_sequences_longer_than_the_original_context():

@@ -19,6 +19,7 @@ from plait.ops.signatures import OPERATIONS
 from plait.ops.spec import RouterSpec
 from plait.ops.symbolic import Recorder
 from tests.configs import CONFIGS
+from tests.routers import BY_HAND
 
 TOKENS = 10_000
 WIDTH = 24
@@ -95,6 +96,30 @@ def test_a_router_follows_its_rules_token_by_token(name: str, biased: bool, ties
         torch.testing.assert_close(weights[token].double(), raw * spec.scale, rtol=1e-5, atol=1e-6)
         equal += len(set(selection[token].tolist())) < spec.num_experts
     assert (equal > 300) == ties
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_weights_that_are_worked_out_by_hand(name: str) -> None:
+    scores, bias, spec, chosen, shares = BY_HAND[name]
+    selection_bias = None if bias is None else torch.tensor(bias)
+    ids, weights, _ = ops.route(torch.ones(1, 1), torch.tensor(scores)[:, None], None, selection_bias, spec=spec)
+    assert ids[0].tolist() == chosen
+    assert weights[0].tolist() == pytest.approx(shares, abs=2e-6 * spec.scale)
+
+
+@pytest.mark.parametrize("shift", [-30.0, -3.0, 0.0, 3.0])
+def test_experts_come_from_kept_groups_whatever_the_selection_bias(shift: float) -> None:
+    """A group scores the sum of its two best biased scores, and no expert of a dropped one is ever chosen."""
+    spec = RouterSpec(8, 2, "sigmoid", "always", 2.5, 4, 2, "two_best", "minus_infinity")
+    for seed in range(20):
+        x, weight, bias = random(10, 8, seed=seed), random(8, 8, seed=seed + 99), shift + random(8, seed=seed + 199)
+        ids, _, logits = ops.route(x, weight, None, bias, spec=spec)
+        for chosen, scores in zip(ids.tolist(), (logits.sigmoid() + bias).tolist(), strict=True):
+            sums = [scores[2 * g] + scores[2 * g + 1] for g in range(4)]
+            kept = sorted(range(4), key=lambda g: -sums[g])[:2]
+            assert {e // 2 for e in chosen} <= set(kept)
+            eligible = [e for e in range(8) if e // 2 in kept]
+            assert chosen == sorted(eligible, key=lambda e: -scores[e])[:2]
 
 
 @pytest.mark.parametrize("lead", [(2, 5), (1,), (0,)])

@@ -102,6 +102,14 @@ def test_characters_of_several_tokens_arrive_whole(server):
     events = server.stream("/v1/completions", **fields)[:-1]
     assert "".join(e["choices"][0]["text"] for e in events) == whole
     assert "🦊" in whole
+    fields |= {"messages": [{"role": "user", "content": fields.pop("prompt")}], "logprobs": True, "top_logprobs": 2}
+    choice = server.post("/v1/chat/completions", fields).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    data = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert len(data) == 120 and set(data) == set("🦊".encode())
+    assert data.decode("utf-8", "replace") == choice["message"]["content"]
+    for top in (top for entry in entries for top in (entry, *entry["top_logprobs"])):
+        assert bytes(top["bytes"]).decode("utf-8", "replace") == top["token"]
 
 
 def test_usage_comes_last_and_only_when_asked_for(server):

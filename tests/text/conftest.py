@@ -3,9 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from plait.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import small_tokenizers as small
+
+# How long an example takes says something of the machine's load and nothing of the code.
+settings.register_profile("plait", deadline=None)
+settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

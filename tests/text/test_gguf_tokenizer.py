@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_REGEX
 
 from plait.errors import TokenizerError
+from plait.text.detokenizer import byte_of_printable
 from plait.text.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 from plait.text.tokenizer import load_tokenizer, tokenizer_from_gguf
 from tests.real_models import gemma3_path, smollm2_path
@@ -140,11 +141,36 @@ def test_an_absent_pre_tokeniser_falls_back_with_a_warning() -> None:
         ({"merges": ["no such"]}, "do not fit"),
         ({"bos_token_id": 10**6}, "bos_token_id"),
         ({"model": "llama"}, "scores"),
+        ({"pre": ["qwen2"]}, "pre-tokeniser that plait does not know"),
+        ({"tokens": [1, 2]}, "tokens must be an array of str"),
+        ({"token_type": "1"}, "token_type must be an array of int, not '1'"),
+        ({"merges": [3]}, "merges must be an array of str"),
+        ({"bos_token_id": "5"}, "bos_token_id is '5'"),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+        ({"add_bos_token": "no"}, "add_bos_token must be true or false, not 'no'"),
+        ({"model": "llama", "scores": ["a"] * 445}, "scores must be an array of float"),
+        ({"model": "llama", "scores": [float("nan")] * 445}, "scores holds a NaN"),
+        ({"model": "llama", "scores": [0.0] * 445, "add_space_prefix": 0}, "add_space_prefix must be true or false"),
     ],
 )
 def test_faulty_metadata_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         tokenizer_from_gguf(bpe_metadata(small.byte_level(), **keys))
+
+
+@pytest.mark.parametrize(
+    ("pre", "texts"),
+    [("gpt-2", {"abc": ["a", "bc"], "xyz": ["x", "y", "z"]}), ("llama-bpe", {"abc": ["a", "bc"], "xyz": ["xyz"]})],
+)
+def test_pairs_join_by_rank_and_a_whole_word_is_taken_where_its_family_does_so(
+    pre: str, texts: dict[str, list[str]]
+) -> None:
+    """b c ranks before a b, though a b comes first in the text; no merge leads to xyz."""
+    tokens = [*byte_of_printable(), "bc", "ab", "xyz"]
+    metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": ["b c", "a b"], "add_bos_token": False}
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    for text, parts in texts.items():
+        assert [tokenizer.token_text(id) for id in tokenizer.encode(text)] == parts
 
 
 def test_the_end_of_a_sequence_is_eos_and_eot() -> None:
@@ -168,6 +194,10 @@ def test_bos_follows_the_file_and_else_the_family() -> None:
 
 @pytest.fixture(scope="module")
 def pieces() -> sentencepiece.SentencePieceProcessor:
+    return trained()
+
+
+def trained(add_dummy_prefix: bool = True) -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(small.CORPUS),
@@ -178,6 +208,7 @@ def pieces() -> sentencepiece.SentencePieceProcessor:
         character_coverage=0.98,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=add_dummy_prefix,
         user_defined_symbols=["<tool>"],
         minloglevel=2,
     )
@@ -229,6 +260,17 @@ def test_the_space_before_the_text_follows_the_file(pieces: sentencepiece.Senten
     prefixed = tokenizer_from_gguf(sentencepiece_metadata(pieces))
     assert prefixed.encode("hello") == without.encode(" hello")
     assert prefixed.decode(prefixed.encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_text_after_a_control_token_begins_as_a_text_does(prefixed: bool) -> None:
+    """With a space where the file says that texts get one."""
+    pieces = trained(prefixed)
+    tokenizer = tokenizer_from_gguf(sentencepiece_metadata(pieces, add_space_prefix=prefixed))
+    bos = pieces.bos_id()
+    assert tokenizer.encode("<s>user\nhi") == [bos, *pieces.encode("user\nhi")]
+    assert tokenizer.encode("a:<s>->", add_bos=False) == [*pieces.encode("a:"), bos, *pieces.encode("->")]
+    assert tokenizer.token_bytes(tokenizer.encode("->")[1]).startswith(b" ") == prefixed
 
 
 def test_byte_and_control_texts_in_a_content_stay_text(pieces: sentencepiece.SentencePieceProcessor) -> None:

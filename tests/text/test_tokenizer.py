@@ -223,18 +223,40 @@ def test_sequences_end_at_every_eos_that_any_file_names(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {5, 7, 9, tokenizer.special_token_id("<|im_end|>")}
 
 
-def test_an_eos_that_is_no_id_is_refused(tmp_path: Path) -> None:
-    folder = small.write(tmp_path, small.byte_level(), {}, config={"eos_token_id": "</s>"})
+@pytest.mark.parametrize("value", ["</s>", True, [1, -2], 1.0])
+def test_an_eos_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+    folder = small.write(tmp_path, small.byte_level(), {}, config={"eos_token_id": value})
     with pytest.raises(TokenizerError, match="eos_token_id"):
         load_tokenizer(folder)
 
 
+def test_an_add_bos_token_that_is_no_flag_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="add_bos_token='yes' in tokenizer_config.json must be true or false"):
+        load_tokenizer(small.write(tmp_path, small.byte_level(), {"add_bos_token": "yes"}))
+
+
+@pytest.mark.parametrize("value", [5, ["plain"], [{"name": "default"}], [{"name": 5, "template": "x"}], {"default": 5}])
+def test_templates_that_are_no_text_are_refused_by_key(tmp_path: Path, value: object) -> None:
+    folder = small.write(tmp_path, small.byte_level(), {"chat_template": value})
+    with pytest.raises(TokenizerError, match=r"chat_template in tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_dropout_of_merges_is_for_training(tmp_path: Path) -> None:
+    backend = small.byte_level()
+    expected = backend.encode(small.CORPUS[0]).ids
+    backend.model.dropout = 0.5
+    tokenizer = load_tokenizer(small.write(tmp_path, backend, {}))
+    assert all(tokenizer.encode(small.CORPUS[0]) == expected for _ in range(5))
+
+
 def test_named_templates_and_template_files(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    folder = small.write(tmp_path, small.byte_level(), {**CHATML_CONFIG, "chat_template": named})
+    named = {"default": "plain", "tool_use": "with tools"}
     messages = [{"role": "user", "content": "hi"}]
-    assert load_tokenizer(folder).render_chat(messages) == "plain"
-    assert load_tokenizer(folder).render_chat(messages, tools=[{"name": "f"}]) == "with tools"
+    for value in (named, [{"name": name, "template": text} for name, text in named.items()]):
+        folder = small.write(tmp_path, small.byte_level(), {**CHATML_CONFIG, "chat_template": value})
+        assert load_tokenizer(folder).render_chat(messages) == "plain"
+        assert load_tokenizer(folder).render_chat(messages, tools=[{"name": "f"}]) == "with tools"
     (folder / "chat_template.jinja").write_text("from the file")
     assert load_tokenizer(folder).render_chat(messages) == "from the file"
 

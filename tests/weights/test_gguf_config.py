@@ -292,6 +292,25 @@ def test_gemma3_softmax_scale_is_the_head_width_except_in_the_27b() -> None:
     assert config("gemma3", final_logit_softcapping=30.0)["final_logit_softcapping"] == 30.0
 
 
+def test_gemma2_softmax_scale_is_the_head_width_except_in_the_27b() -> None:
+    """9B: 3584 hidden, 16 heads of 256. 27B: 4608 hidden, 32 heads of 128, scale from 4608 / 32 = 144."""
+    for layers, hidden, heads, width, scalar in ((42, 3584, 16, 256, 256), (46, 4608, 32, 128, 144)):
+        sizes = {"block_count": layers, "embedding_length": hidden, "attention__head_count": heads}
+        sizes |= {"attention__key_length": width, "attention__value_length": width, "attention__head_count_kv": 8}
+        found = config("gemma2", **sizes)
+        assert found["query_pre_attn_scalar"] == scalar
+        assert (found["attn_logit_softcapping"], found["final_logit_softcapping"]) == (50.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", "phi3", "olmo2", "granite", "smollm3", "qwen2moe", "qwen3moe", "olmoe"]
+)
+def test_the_rotary_base_is_10000_only_where_the_file_has_none(architecture: str) -> None:
+    experts = EXPERTS if architecture.endswith(("moe", "olmoe")) else {}
+    assert config(architecture, **experts)["rope_theta"] == 10_000.0
+    assert config(architecture, **experts, rope__freq_base=1e6)["rope_theta"] == 1e6
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("qwen3", {"expert_count": 8, "expert_used_count": 2}, "count is "),
     "sigmoid router": ("qwen3moe", {**EXPERTS, "expert_gating_func": 2}, "expert_gating_func is 2: a router"),

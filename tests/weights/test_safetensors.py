@@ -349,6 +349,11 @@ def test_pickled_weights_are_refused_with_the_advice_to_convert(tmp_path: Path) 
     assert "'pytorch_model.bin'" in message and "convert" in message
 
 
+def test_a_gguf_file_beside_a_configuration_is_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert "name 'm.gguf'" in refusal(tmp_path)
+
+
 def test_paths_that_do_not_exist_are_usage_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path / "absent.safetensors"):
         with pytest.raises(UsageError, match=str(path)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,49 @@ def test_a_dtype_expands_every_matrix_to_it(kind: str, dtype: str, tmp_path: Pat
     for name, tensor in expected(checkpoint).items():
         wanted = tensor if tensor.ndim == 1 else tensor.to(rounding).float()
         np.testing.assert_array_equal(store.expand(name), wanted.detach().numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("start", [1, 2, 5])
+def test_safetensors_data_may_begin_at_any_byte(start: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Matrices and vectors, one of which is joined with others: nothing is rounded up to an address."""
+    directory = tiny_model_dir(tmp_path, "qwen2")
+    file = directory / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    wanted = {name: p.detach().numpy() for name, p in plait.load(directory, "fp32").named_parameters()}
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].rstrip(b" ")
+    header += b" " * ((start - 8 - len(header)) % 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    assert (8 + len(header)) % 8 == start
+    store, found = pack_checkpoint(open_checkpoint(directory), threads=1), plait.load(directory, "fp32").state_dict()
+    for name, numbers in wanted.items():
+        np.testing.assert_array_equal(store.expand(name), numbers, err_msg=name)
+        np.testing.assert_array_equal(found[name].numpy(), numbers, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_a_gguf_file_has_the_bits_of_the_safetensors_file_it_came_from(kind: str, tmp_path: Path) -> None:
+    """Numbers that every one of the three types holds, so that they can be compared bit for bit."""
+    rng = np.random.default_rng(5)
+    tensors: dict[str, Any] = {}
+    for name, info in open_checkpoint(tiny_llama(tmp_path / "a.gguf")).source.file.tensors.items():
+        values = (rng.integers(-127, 128, info.shape) / 64).astype(np.float32)
+        tensors[name] = (kind, values) if values.ndim == 2 else values
+    path = tiny_llama(tmp_path / "m.gguf", tensors=tensors)
+    plain = {name: value[1] if isinstance(value, tuple) else value for name, value in tensors.items()}
+    same = plait.load(tiny_llama(tmp_path / "plain.gguf", tensors=plain), "fp32")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(dict(same.named_parameters()), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(open_checkpoint(path).raw))
+    store, found = pack_checkpoint(open_checkpoint(path)), plait.load(path, "fp32").state_dict()
+    for name, parameter in plait.load(folder, "fp32").named_parameters():
+        assert torch.equal(found[name], parameter), name
+        np.testing.assert_array_equal(store.expand(name), found[name].numpy(), err_msg=name)
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"].numpy(), plain["token_embd.weight"])
+    assert {weight.layout for weight in store.values()} == {kind, "VECTOR"}
 
 
 def test_rows_that_a_converter_reordered_are_put_back_and_a_permutation_would_be_seen(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def _angles(step: MemoryStep, table: RotaryTable) -> Any:
     common = {"inv_freq": table.inv_freq, "magnitude": table.magnitude}
     if not table.long_inv_freq:
         return ops.positions(step.positions, **common)
-    long = {"long_inv_freq": table.long_inv_freq, "original": table.original}
-    if table.long_magnitude != table.magnitude:
+    long: dict[str, Any] = {"long_inv_freq": table.long_inv_freq, "original": table.original}
+    if table.long_magnitude not in (None, table.magnitude):
         long["long_magnitude"] = table.long_magnitude
     return ops.positions_by_reach(step.positions, step.reach, **common, **long)
 

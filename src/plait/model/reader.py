@@ -85,7 +85,7 @@ ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "proportional": (frozenset(), frozenset({"factor"})),
     "longrope": (
         frozenset({"short_factor", "long_factor"}),
-        frozenset({"factor", "original_max_position_embeddings", "attention_factor"}),
+        frozenset(["factor", "original_max_position_embeddings", "attention_factor", "short_mscale", "long_mscale"]),
     ),
     "dynamic": (frozenset({"factor"}), frozenset()),
     "ntk_alpha": (frozenset({"alpha"}), frozenset()),

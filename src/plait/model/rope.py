@@ -53,8 +53,8 @@ def rotary_table(spec: RotarySpec) -> RotaryTable:
     return replace(
         table,
         long_inv_freq=tuple(_divided(spec, spec.scaling["long_factor"]).tolist()),
-        long_magnitude=float(spec.scaling.get("long_attention_factor", magnitude)),
         original=int(spec.scaling["original_max_position_embeddings"]),
+        long_magnitude=_longrope_magnitude(spec, "long_mscale"),
     )
 
 
@@ -63,7 +63,7 @@ def _two_sets(spec: RotarySpec) -> bool:
     s = spec.scaling
     return spec.rope_type == "longrope" and (
         list(s["long_factor"]) != list(s["short_factor"])
-        or s.get("long_attention_factor", s.get("attention_factor")) != s.get("attention_factor")
+        or _longrope_magnitude(spec, "long_mscale") != _longrope_magnitude(spec, "short_mscale")
     )
 
 
@@ -158,13 +158,19 @@ def _proportional(spec: RotarySpec) -> tuple[Numbers, float]:
 
 def _longrope(spec: RotarySpec) -> tuple[Numbers, float]:
     """The short set; `rotary_table` adds the long one."""
+    return _divided(spec, spec.scaling["short_factor"]), _longrope_magnitude(spec, "short_mscale")
+
+
+def _longrope_magnitude(spec: RotarySpec, own: str) -> float:
+    """What the configuration says of this set (`own`) or of both, else sqrt(1 + ln r / ln C)."""
     scaling = spec.scaling
-    original, magnitude = scaling["original_max_position_embeddings"], scaling.get("attention_factor")
+    original, magnitude = scaling["original_max_position_embeddings"], scaling.get(own)
+    magnitude = scaling.get("attention_factor") if magnitude is None else magnitude
     if magnitude is None:
         factor = scaling.get("factor")
         factor = spec.max_positions / original if factor is None else factor
         magnitude = 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
-    return _divided(spec, scaling["short_factor"]), float(magnitude)
+    return float(magnitude)
 
 
 def _divided(spec: RotarySpec, divisors: Sequence[float]) -> Numbers:

@@ -113,14 +113,14 @@ class RotaryTable:
 
     inv_freq: fp32 values (as Python floats), one per rotating pair; magnitude multiplies cos and sin.
     long_inv_freq, long_magnitude: what takes their place for sequences that may become longer than `original` tokens
-    (LongRoPE); empty: the table is the same for all.
+    (LongRoPE); empty: the table is the same for all. A long_magnitude of None is the same as the other.
     """
 
     inv_freq: tuple[float, ...]
     magnitude: float = 1.0
     long_inv_freq: tuple[float, ...] = ()
     original: int = 0
-    long_magnitude: float = 1.0
+    long_magnitude: float | None = None
 
     @property
     def width(self) -> int:

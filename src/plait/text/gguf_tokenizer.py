@@ -69,7 +69,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     if model not in ("gpt2", "llama"):
         raise TokenizerError(f"tokenizer.ggml.model {model!r} is not supported (known: 'gpt2', 'llama')")
     tokens = _tokens(metadata)
-    types = _array(metadata, "token_type", int) or [1] * len(tokens)
+    types = _listed(metadata, "token_type", int) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if model == "gpt2":
@@ -81,7 +81,7 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     }
     eos_ids = _end_of_sequence(named, tokens, types)
     _add_tokens(backend, tokens, types, special={id for id in named.values() if id is not None} | eos_ids)
-    bos = named["bos"] if metadata.get(_PREFIX + "add_bos_token", add_bos) else None
+    bos = named["bos"] if _flag(metadata, "add_bos_token", add_bos) else None
     prefix = [] if bos is None else [bos]
     set_prefix(backend, [(tokens[id], id) for id in prefix])
     special_tokens = {
@@ -110,17 +110,8 @@ def _build_tokenizer(metadata: Mapping[str, Any], store: MergeStore | None) -> T
     )
 
 
-def _array(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
-    """The elements of an array, which are all of one type; none where the key is absent."""
-    value = metadata.get(_PREFIX + name, [])
-    if not isinstance(value, list) or (value and not isinstance(value[0], kinds)):
-        wanted = {str: "texts", int: "whole numbers"}.get(kinds[0], "numbers")
-        raise TokenizerError(f"{_PREFIX}{name} must be an array of {wanted}, not {value!r:.60}")
-    return value
-
-
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
-    tokens = _array(metadata, "tokens", str)
+    tokens = _listed(metadata, "tokens", str)
     if not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is missing; the file has no vocabulary")
     if not all(tokens):
@@ -134,9 +125,26 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     key = f"{_PREFIX}{name}_token_id"
     value = metadata.get(key)
-    if value is not None and not (isinstance(value, int) and 0 <= value < count):
-        raise TokenizerError(f"{key} is {value!r:.60}, but there are {count} tokens")
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < count:
+        raise TokenizerError(f"{key} is {value!r:.80}, but there are {count} tokens")
+    return value
+
+
+def _listed(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """An array of elements of these types; an empty one where the key is absent."""
+    value = metadata.get(_PREFIX + name, [])
+    if not isinstance(value, list) or not set(map(type, value)) <= set(kinds):
+        raise TokenizerError(f"{_PREFIX}{name} must be an array of {kinds[0].__name__}, not {value!r:.80}")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(_PREFIX + name, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{_PREFIX}{name} must be true or false, not {value!r:.80}")
+    return value
 
 
 def _end_of_sequence(named: Mapping[str, int | None], tokens: Sequence[str], types: Sequence[int]) -> set[int]:
@@ -165,7 +173,7 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple
     rules = pre_tokenizer(name)
     if _PREFIX + "merges" not in metadata:
         raise TokenizerError("tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
-    pairs = [_merge(text) for text in _array(metadata, "merges", str)]
+    pairs = [_merge(text) for text in _listed(metadata, "merges", str)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = Backend(_bpe(models.BPE, vocabulary, pairs, ignore_merges=rules.ignore_merges))
     backend.pre_tokenizer = rules.build()
@@ -190,7 +198,7 @@ def _sentencepiece_backend(
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    scores = _array(metadata, "scores", float, int)
+    scores = _listed(metadata, "scores", float, int)
     if len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores is missing or of another length; a 'llama' tokenizer needs it")
     longest = max(map(len, tokens))
@@ -207,7 +215,7 @@ def _sentencepiece_backend(
             unk_token=None if unknown is None else tokens[unknown],
         )
     )
-    prefixed = bool(metadata.get(_PREFIX + "add_space_prefix", True))
+    prefixed = _flag(metadata, "add_space_prefix", True)
     start = [normalizers.Prepend(_WORD_START)] if prefixed else []
     backend.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _WORD_START)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -234,6 +242,8 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: Sequence[flo
     of every token into two tokens, best score first; of one token's splits the longer left part first, because of
     overlapping places the leftmost is joined first. Returns the ids of both parts, [n, 2]."""
     excluded = (_CONTROL, _UNKNOWN, _BYTE)
+    if np.isnan(np.asarray(scores, np.float64)).any():
+        raise TokenizerError("tokenizer.ggml.scores holds a NaN, which is neither better nor worse than another score")
     usable = {token: id for id, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind not in excluded}
     order = sorted(usable.values(), key=lambda id: (-scores[id], id))
     merges = []

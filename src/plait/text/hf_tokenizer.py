@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
 from plait.text.backend_errors import backend_errors
+from plait.text.configured_tokens import STANDARD_NAMES, add_configured_tokens
 from plait.text.sentencepiece_model import MAX_TOKENIZER_BYTES
 from plait.text.tokenizer import CachedMerges, Tokenizer
 from plait.text.tokenizer_files import (
@@ -21,8 +22,6 @@ from plait.text.tokenizer_files import (
     say_disagreements,
 )
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 def load_directory(directory: Path) -> Tokenizer:
     """The tokenizer of a model directory.
@@ -31,16 +30,19 @@ def load_directory(directory: Path) -> Tokenizer:
     name. Raises TokenizerError, naming the file.
     """
     file = directory / "tokenizer.json"
-    backend = _read_tokenizer_json(file) if file.exists() else None
-    config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
-    special_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
-    if backend is not None:
-        _add_special(backend, special_tokens.values(), file)
+    if file.exists():
+        backend = _read_tokenizer_json(file)
+        with backend_errors(f"{file} cannot be used"):
+            settings = add_configured_tokens(backend, directory)
+            backend.encode("a\u0301 A")
+        config, special_tokens = settings.config, settings.special_tokens
         say_disagreements(directory, backend)
     elif files_in(directory):
-        backend, special_tokens = build_from_files(directory, config, special_tokens, CachedMerges)
+        named = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+        texts = {name: _text(named[name]) for name in STANDARD_NAMES if named.get(name)}
+        backend, special_tokens = build_from_files(directory, named, texts, CachedMerges)
         # What is saved is a tokenizer.json, which the class of the old files would not read.
-        config = {**config, **special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {**named, **special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
         config.pop("auto_map", None)
     else:
         raise TokenizerError(_missing(directory))
@@ -59,16 +61,10 @@ def _read_tokenizer_json(file: Path) -> Any:
 
     check_readable(file, TokenizerError, MAX_TOKENIZER_BYTES)
     with backend_errors(f"{file} cannot be read"):
-        return Backend.from_file(str(file))
-
-
-def _add_special(backend: Any, texts: Iterable[str], file: Path) -> None:
-    """Tokens that the configuration names and tokenizer.json does not know become special ones, as in transformers."""
-    from tokenizers import AddedToken
-
-    with backend_errors(f"{file} cannot be used"):
-        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
-        backend.encode("a\u0301 A")
+        backend = Backend.from_file(str(file))
+    if getattr(backend.model, "dropout", None):  # of merges, for training: ids would differ from call to call
+        backend.model.dropout = None
+    return backend
 
 
 def _missing(directory: Path) -> str:
@@ -102,7 +98,7 @@ def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str,
     for source in (_read_json(directory / "generation_config.json"), config, inner):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and token_id >= 0:
+            if type(token_id) is int and token_id >= 0:
                 yield token_id
             elif token_id is not None:
                 raise TokenizerError(f"eos_token_id in {directory} must be an id or a list of ids, not {value!r}")
@@ -120,6 +116,8 @@ def _prefix(backend: Any, config: Mapping[str, Any], special_tokens: Mapping[str
     prefix = full[: starts[0]] if starts else []
     bos = backend.token_to_id(special_tokens.get("bos_token", ""))
     add_bos = config.get("add_bos_token")
+    if not isinstance(add_bos, bool | None):
+        raise TokenizerError(f"add_bos_token={add_bos!r:.80} in tokenizer_config.json must be true or false")
     if add_bos is False:
         return [token_id for token_id in prefix if token_id != bos]
     return [bos, *prefix] if add_bos and bos is not None and bos not in prefix else prefix
@@ -130,14 +128,14 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     templates = {}
     if isinstance(value, str):
         templates["default"] = value
-    elif isinstance(value, list):
-        for entry in value:
-            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise TokenizerError(f"{directory}: chat_template must hold names and templates, not {entry!r:.80}")
-            templates[name] = text
+    elif isinstance(value, Mapping):
+        templates = dict(value)
+    elif isinstance(value, list) and all(isinstance(e, Mapping) and {"name", "template"} <= e.keys() for e in value):
+        templates = {entry["name"]: entry["template"] for entry in value}
     elif value is not None:
-        raise TokenizerError(f"{directory}: chat_template must be text or a list of templates, not {value!r:.80}")
+        raise TokenizerError(f"chat_template in tokenizer_config.json must be text or named texts, not {value!r:.80}")
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise TokenizerError(f"chat_template in tokenizer_config.json: names and templates must be text: {value!r:.80}")
     file = directory / "chat_template.jinja"
     if file.exists():
         templates["default"] = read_text(file, TokenizerError)

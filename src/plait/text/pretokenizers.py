@@ -202,7 +202,7 @@ def _by_name() -> dict[str, PreTokenizer]:
 
 def pre_tokenizer(name: str) -> PreTokenizer:
     """The rules that `tokenizer.ggml.pre` = `name` stands for; raises TokenizerError for an unknown name."""
-    entry = _by_name().get(name)
+    entry = _by_name().get(name) if isinstance(name, str) else None
     if entry is None:
         raise TokenizerError(
             f"tokenizer.ggml.pre {name!r} is a pre-tokeniser that plait does not know; "

@@ -24,6 +24,7 @@ log = logging.getLogger("plait.load")
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PLAIN_FORMATS = ("F64", "F32", "F16", "BF16")
+_NOT_REAL = ("BOOL", "C64")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Numbers of two tensors that are compared at a time.
 _COMPARED_NUMBERS = 1 << 22
@@ -172,7 +173,10 @@ def arrange(
     names = [name for name in source.names() if name not in dropped]
     plan = bound.incoming(names, shapes)
     for assignment in plan.assignments:
-        _check_shape(assignment, source.info(assignment.file).shape, shapes)
+        info = source.info(assignment.file)
+        _check_shape(assignment, info.shape, shapes)
+        if info.format in _NOT_REAL:
+            raise WeightError(f"{assignment.file} is stored as {info.format}, which is no format of real numbers")
     report.skipped = [*dropped, *plan.skipped]
     infos = (source.info(assignment.file) for assignment in plan.assignments)
     report.formats = dict(Counter(info.origin or info.format for info in infos))

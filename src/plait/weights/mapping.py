@@ -95,9 +95,10 @@ class BoundMap:
             for part in assignment.parts:
                 filled.add(file, part)
             assignments.append(assignment)
-        if unknown:
-            raise WeightError(f"the file has {few(unknown)} that this {self._config.model_type} has no use for")
         missing = self._missing(filled, parameters)
+        if unknown:
+            also = f", and lacks {few(missing)} that it needs" if missing else ""
+            raise WeightError(f"the file has {few(unknown)} that this {self._config.model_type} has no use for{also}")
         if missing:
             raise WeightError(f"the file lacks {few(missing)} that this {self._config.model_type} needs")
         return Plan(tuple(assignments), tuple(skipped))

@@ -220,6 +220,9 @@ def single_file(directory: Path) -> Path:
             f"{directory}: only pickled weights ({some_names(pickled)}), which can run code and are never loaded:"
             " convert them to safetensors (transformers' save_pretrained does)"
         )
+    ggufs = sorted(file.name for file in directory.glob("*.gguf"))
+    if ggufs:
+        raise WeightError(f"{directory}: its config.json is for safetensors, and it has none: name {some_names(ggufs)}")
     raise WeightError(f"{directory}: no weights: neither {SINGLE_NAME} nor {INDEX_NAME} nor another *.safetensors")
 
 

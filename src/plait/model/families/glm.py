@@ -7,6 +7,7 @@ from dataclasses import replace
 from plait.model.config import ModelConfig, NormSpec
 from plait.model.families import register
 from plait.model.families.llama import each_layer, pre_norm_decoder
+from plait.model.families.llama_like import kv_heads_or_default, width_or_default
 from plait.model.families.phi import FUSED_GATE_UP
 from plait.model.name_map import NameMap
 from plait.model.reader import ConfigReader
@@ -20,8 +21,8 @@ def glm4(read: ConfigReader) -> ModelConfig:
     config = pre_norm_decoder(
         read,
         qkv_bias=read.flag("attention_bias"),
-        head_width=read.integer("head_dim"),
-        kv_heads=read.integer("num_key_value_heads"),
+        head_width=width_or_default(read),
+        kv_heads=kv_heads_or_default(read),
         norm=norm,
         partial=0.5,
         pairing="adjacent",

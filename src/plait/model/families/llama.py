@@ -172,13 +172,21 @@ def one_norm_for_both(config: ModelConfig, residual_first: bool = False) -> Mode
     return each_layer(config, change)
 
 
+def not_negative(read: ConfigReader, key: str) -> int:
+    """A whole number of at least 0; absent or null is the class's default, else 0."""
+    value = read.integer(key, 0)
+    if value < 0:
+        raise ConfigError(f"{key}={value} must not be negative")
+    return value
+
+
 def same_window_everywhere(read: ConfigReader, used: bool = True) -> list[int]:
     """`sliding_window` on every layer, where windows are used. `layer_types` may only say the same.
 
     For families whose class in the transformers library builds one mask for all layers and ignores the list.
     """
     num_layers = read.num_layers()
-    window = read.integer("sliding_window", 0) * used
+    window = not_negative(read, "sliding_window") * used
     types = read.layer_types(num_layers)
     expected = "sliding_attention" if window else "full_attention"
     if types is not None and set(types) != {expected}:

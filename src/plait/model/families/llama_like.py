@@ -70,8 +70,8 @@ def seed_oss(read: ConfigReader) -> ModelConfig:
         qkv_bias=read.flag("attention_bias"),
         o_bias=read.flag("attention_out_bias"),
         mlp_bias=read.flag("mlp_bias"),
-        head_width=_width_or_default(read),
-        kv_heads=_kv_heads_or_default(read),
+        head_width=width_or_default(read),
+        kv_heads=kv_heads_or_default(read),
     )
     return replace(config, hidden_dropout=read.dropout("residual_dropout"))
 
@@ -84,8 +84,8 @@ def ernie4_5(read: ConfigReader) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        head_width=_width_or_default(read),
-        kv_heads=_kv_heads_or_default(read),
+        head_width=width_or_default(read),
+        kv_heads=kv_heads_or_default(read),
         theta=500_000.0,
         pairing="adjacent",
         rotary_fp32="tables",
@@ -99,8 +99,8 @@ def helium(read: ConfigReader) -> ModelConfig:
         read,
         qkv_bias=read.flag("attention_bias"),
         mlp_bias=read.flag("mlp_bias"),
-        head_width=_width_or_default(read),
-        kv_heads=_kv_heads_or_default(read),
+        head_width=width_or_default(read),
+        kv_heads=kv_heads_or_default(read),
         norm=norm,
         theta=100_000.0,
         pairing="adjacent",
@@ -160,7 +160,7 @@ def exaone4(read: ConfigReader) -> ModelConfig:
         types = _every_last_full(read, num_layers) if windowed else ["full_attention"] * num_layers
     require_window(window, types)
     norm = NormSpec(eps=read.number("rms_norm_eps"))
-    kv = _kv_heads_or_default(read)
+    kv = kv_heads_or_default(read)
     config = norms_after(pre_norm_decoder(read, kv_heads=kv, head_norm=norm, norm=norm), norm)
 
     def layer(spec: LayerSpec, kind: str) -> LayerSpec:
@@ -179,12 +179,12 @@ def _every_last_full(read: ConfigReader, num_layers: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
-def _width_or_default(read: ConfigReader) -> int | None:
+def width_or_default(read: ConfigReader) -> int | None:
     """`head_dim` of a class with a default of its own: absent is that default, null is hidden / heads."""
     return None if "head_dim" in read.raw and read.raw["head_dim"] is None else _at_least_one(read, "head_dim")
 
 
-def _kv_heads_or_default(read: ConfigReader) -> int:
+def kv_heads_or_default(read: ConfigReader) -> int:
     """`num_key_value_heads` of a class with a default of its own: absent is that default, null is the heads."""
     key = "num_key_value_heads"
     return read.integer(key, read.integer("num_attention_heads"))

@@ -13,6 +13,7 @@ from plait.model.families.llama import (
     activation,
     each_attention,
     each_layer,
+    not_negative,
     pre_norm_decoder,
     require_window,
     same_window_everywhere,
@@ -55,7 +56,10 @@ def num_experts(read: ConfigReader, key: str, other: str) -> int:
     first, second = read.optional_integer(key), read.optional_integer(other)
     if first is not None and second is not None and first != second:
         raise ConfigError(f"{key}={first} and {other}={second} are two spellings of one key and differ")
-    return read.integer(key) if second is None else second
+    count = read.integer(key) if second is None else second
+    if count < 0:
+        raise ConfigError(f"{key if second is None else other}={count} must not be negative")
+    return count
 
 
 def router(read: ConfigReader, experts: int, **changes: Any) -> RouterSpec:
@@ -124,7 +128,7 @@ def qwen2_moe(read: ConfigReader) -> ModelConfig:
 def _lower_even_windows(read: ConfigReader) -> list[int]:
     """Window per layer: `layer_types` decides; else the even layers below `max_window_layers`, when in use."""
     num_layers, below = read.num_layers(), read.integer("max_window_layers")
-    window = read.integer("sliding_window", 0) * read.flag("use_sliding_window")
+    window = not_negative(read, "sliding_window") * read.flag("use_sliding_window")
     types = read.layer_types(num_layers)
     if types is None:
         return [window if i % 2 == 0 and i < below else 0 for i in range(num_layers)]

@@ -73,4 +73,4 @@ def _magnitudes(block: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"rope_parameters.{key}={value!r} must be a positive number")
         found.append(float(value))
-    return {"attention_factor": found[0], "long_attention_factor": found[1]}
+    return {"short_mscale": found[0], "long_mscale": found[1]}

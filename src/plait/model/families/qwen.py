@@ -6,6 +6,7 @@ from plait.errors import ConfigError
 from plait.model.config import ModelConfig, NormSpec
 from plait.model.families import register
 from plait.model.families.llama import pre_norm_decoder, require_window
+from plait.model.families.llama_like import width_or_default
 from plait.model.reader import ConfigReader
 
 
@@ -33,13 +34,10 @@ def qwen2(read: ConfigReader) -> ModelConfig:
 @register("qwen3", architecture="Qwen3ForCausalLM")
 def qwen3(read: ConfigReader) -> ModelConfig:
     bias = read.flag("attention_bias")
-    width = read.integer("head_dim", 128)
-    if width < 1:
-        raise ConfigError(f"head_dim={width} must be at least 1")
     return pre_norm_decoder(
         read,
         windows=upper_windows(read),
-        head_width=width,
+        head_width=width_or_default(read),
         qkv_bias=bias,
         o_bias=bias,
         head_norm=NormSpec(eps=read.number("rms_norm_eps")),
