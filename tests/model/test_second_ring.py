@@ -258,3 +258,23 @@ def test_apertus_stores_four_numbers_of_every_feed_forward(tmp_path):
     numbers = {name: p for name, p in decoder.named_parameters() if "act_fn" in name}
     trained = {name.rpartition(".")[2] for name, p in numbers.items() if p.requires_grad}
     assert trained == {"alpha_p", "alpha_n"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma", "gpt_oss", "phimoe", "ernie4_5_moe", "apertus"])
+def test_transformers_loads_what_was_saved_with_equal_logits(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    decoder = plait.from_config(CONFIGS[family], seed=3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim < 2 or name.endswith("bias"):
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    decoder.save_pretrained(tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values())
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        expected, given = model.eval()(input_ids=ids).logits, decoder.logits(decoder(ids))
+    assert (given - expected).abs().max() < 1e-4 * max(1, expected.abs().max() / 10)

@@ -16,10 +16,12 @@ import pytest
 from plait import cachefile
 from plait.errors import PlaitError, UsageError
 from plait.kernels import native
+from plait.model.families import parse_config
 from plait.plan import cache
 from plait.plan.load import load_native
 from plait.plan.recorder import Recorder, describe, make_config, record_config
 from plait.weights.checkpoint import open_checkpoint
+from tests.configs import CONFIGS
 from tests.gguf_files import tiny_llama, write_split
 from tests.tiny import tiny_model_dir
 
@@ -457,9 +459,11 @@ def test_strict_is_judged_on_a_hit_too(tmp_path: Path) -> None:
         load_native(directory, strict=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
-def test_a_configuration_survives_as_json(family: str, tmp_path: Path) -> None:
-    config = open_checkpoint(tiny_model_dir(tmp_path, family)).config
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "gpt_oss", "phimoe", "apertus"]
+)
+def test_a_configuration_survives_as_json(family: str) -> None:
+    config = parse_config(CONFIGS[family])
     again = make_config(describe(config))
     assert again == config and again.raw == config.raw
 
@@ -508,11 +512,11 @@ def test_a_process_that_cannot_record_is_done_without_and_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
-def test_another_process_records_what_this_one_would(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = open_checkpoint(tiny_model_dir(tmp_path, family)).config
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "gpt_oss", "phimoe", "apertus"]
+)
+def test_another_process_records_what_this_one_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config(CONFIGS[family])
     expected = record_config(config)
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr("plait.plan.recorder.record_config", lambda config: pytest.fail("recorded here"))
