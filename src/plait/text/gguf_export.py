@@ -133,8 +133,8 @@ def _byte_level_keys(tokenizer: Tokenizer, spec: Mapping[str, Any], name: str) -
     if set(normalizers) - {"NFC"}:
         raise TokenizerError(f"{name} normalises text with {', '.join(normalizers)}, which GGUF has no key for{_REMEDY}")
     merges = [" ".join(pair) if not isinstance(pair, str) else pair for pair in spec["model"]["merges"]]
-    keys: dict[str, Any] = {"model": "gpt2", "pre": pre_tokenizer_name(tokenizer, spec, bool(normalizers), name)}
-    return keys | ({"merges": ("ARRAY:STRING", merges)} if merges else {})
+    pre = pre_tokenizer_name(tokenizer, spec, bool(normalizers), name)
+    return {"model": "gpt2", "pre": pre, "merges": ("ARRAY:STRING", merges)}
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer, spec: Mapping[str, Any], nfc: bool, name: str) -> str:

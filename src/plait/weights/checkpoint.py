@@ -68,9 +68,9 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
     source: Any = open_source(path)
     raw = raw_config(path, source)
     config = with_divisors(parse_config(raw, strict), source)
-    original = original_config(source.metadata, config)
+    original = original_config(source.metadata, config, strict)
     if original is not None:
-        raw, config = original, parse_config(original, strict)
+        raw, config = dict(original.raw), original
     return Checkpoint(path, raw, config, source, GGUF_NAMES[source.metadata["general.architecture"]], "gguf", config)
 
 

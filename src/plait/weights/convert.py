@@ -253,7 +253,7 @@ def _settle_type(type: str | None, dtype: str | None, gguf: bool, path: Path) ->
         raise UsageError(f"--dtype {dtype} is unknown; choose {', '.join(DTYPES)}")
     if name in ("", HUGGING_FACE):
         return AUTO
-    name = check_type(name)
+    name = check_type(type or "")
     if not gguf and name != AUTO:
         raise UsageError(f"--type {name.lower()} makes a GGUF file: give {path} the ending .gguf")
     return name

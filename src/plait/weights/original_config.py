@@ -104,8 +104,9 @@ def _short(spec: RotarySpec) -> str:
     return f"{spec.rope_type} (theta {spec.theta:g})"
 
 
-def original_config(metadata: Mapping[str, Any], derived: ModelConfig) -> dict[str, Any] | None:
-    """The config.json that travels in a GGUF file; None where there is none, or where it is not to be believed.
+def original_config(metadata: Mapping[str, Any], derived: ModelConfig, strict: bool = False) -> ModelConfig | None:
+    """The configuration of the config.json that travels in a GGUF file; None where there is none, or where it is not to
+    be believed.
 
     derived: what the rest of the file says. A text that says something else is left unused, with a warning.
     """
@@ -116,9 +117,10 @@ def original_config(metadata: Mapping[str, Any], derived: ModelConfig) -> dict[s
         raw = json.loads(text) if isinstance(text, str) else None
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
-        difference = first_difference(parse_config(raw), derived)
+        config = parse_config(raw, strict)
+        difference = first_difference(config, derived)
         if difference is None:
-            return raw
+            return config
         problem = f"by it, {difference} as in the rest of the file"
     except (PlaitError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         problem = str(error)

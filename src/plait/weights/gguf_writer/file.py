@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def write_gguf(
     int64; a pair (name of a GGUFValueType, value) has the type that it names. done: called after each tensor."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
+    writer = _writer(path, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key != "general.architecture":
             _add(writer, key, value)
@@ -56,6 +57,20 @@ def write_gguf(
         writer.flush()
     finally:
         writer.close()
+
+
+def _writer(path: Path, architecture: str) -> Any:
+    """The package's writer, which refuses arrays of nothing (the merges of a tokenizer of single bytes)."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+            if vtype is gguf.GGUFValueType.ARRAY and sub_type is not None and not val:
+                return struct.pack("<I", vtype) * add_vtype + struct.pack("<IQ", sub_type, 0)
+            packed: bytes = super()._pack_val(val, vtype, add_vtype, sub_type)
+            return packed
+
+    return Writer(path, architecture)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

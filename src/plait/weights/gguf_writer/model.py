@@ -161,14 +161,14 @@ def encoded(rows: Rows, storage: str, name: str, threads: int) -> NDArray[np.uin
 
 
 def _typed(key: str, metadata: Any) -> dict[str, Any]:
-    """One pair with the type that it has in the source; nothing for an empty array, which means the same."""
+    """One pair with the type that it has in the source."""
     from gguf import GGUFValueType
 
     kind, *elements = (GGUFValueType(number).name for number in metadata.kinds[key])
     value = metadata[key]
     if not elements:
         return {key: (kind, value)}
-    return {key: (f"{kind}:{elements[0]}", value)} if value else {}
+    return {key: (f"{kind}:{elements[0]}", value)}
 
 
 def _model_name(config: ModelConfig, source: Path | None) -> str:
