@@ -36,6 +36,7 @@ _PROBES = (
     "\U0001f600 \U0001f44d\U0001f3fd\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f\u2026\u2014\u201cquoted\u201d \u00a0nbsp\u2003em \u0964\u06d4\u060c",
     "!!!??? ...,,, (x) [y] {z} <tag attr='v'>text</tag> a+b=c 100% @user #tag \u20ac5 \u00a3\u00a5 \u00b0\u00b1\u00d7",
     "'The 'quoted' \u2019s \u2019t word's'\n\t'tis 'Twas o'er",
+    "  1  22   333\t4 \n 5\r\n\r\n6  (7)  a  \u00e9  !  $  \u4f60  \U0001f600  .5 -  -",
     "x\n\n\ny\n \nz \n\n  w\t\n",
     "a1b2c3 v2.0.1-rc3 2024-01-31T23:59:59Z +1 (555) 010-9999 A\u0300B \u0915\u0941 \uff11\uff12 \U0001d7d8",
 )
@@ -75,6 +76,9 @@ def notes(tokenizer: Tokenizer) -> list[str]:
     if prefix:
         texts = ", ".join(repr(tokenizer.token_text(id)) for id in prefix)
         found.append(f"the tokenizer puts {texts} before a prompt, which GGUF cannot say: give it in the prompt")
+    steps = _steps(tokenizer.specification().get("pre_tokenizer"), "pretokenizers")
+    if any(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in steps):
+        found.append("a text that begins with a space gets another one before it in GGUF; the tokenizer leaves it as it is")
     return found
 
 
