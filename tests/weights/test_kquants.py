@@ -31,7 +31,9 @@ def normal(rows: int, columns: int, scale: float = 1.0) -> NDArray[np.float32]:
 
 
 def share(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    return float(np.sqrt(((found.astype(np.float64) - expected) ** 2).mean() / (expected.astype(np.float64) ** 2).mean()))
+    return float(
+        np.sqrt(((found.astype(np.float64) - expected) ** 2).mean() / (expected.astype(np.float64) ** 2).mean())
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-2, 1e3])

@@ -29,11 +29,15 @@ _PROBES = (
     " leading  double   triple spaces\tand\ttabs \n\n new\r\nlines\r \n  \n x  ",
     "camelCase PascalCase XMLHttpRequest snake_case kebab-case foo.bar() a/b\\c ///",
     "1 22 333 4444 55555 3.14159 1,000,000 0x1F 10e-5 \u00bd \u0661\u0662\u0663 \u2167",
-    "#include <a.h>\nint main(void) { return x == y && z != 0 ? `a` : \"b\"; } // $ ^ ~ | + = <>",
+    '#include <a.h>\nint main(void) { return x == y && z != 0 ? `a` : "b"; } // $ ^ ~ | + = <>',
     "caf\u00e9 na\u00efve \u00c5ngstr\u00f6m stra\u00dfe \u0130stanbul e\u0301a\u0308 \u1e9e",
-    "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0393\u03b5\u03b9\u03ac \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22\u0e20\u0e32\u0e29\u0e32",
-    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \u30ab\u30bf\u30ab\u30ca \ud55c\uad6d\uc5b4 \u7e41\u9ad4\u5b57123abc",
-    "\U0001f600 \U0001f44d\U0001f3fd\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f\u2026\u2014\u201cquoted\u201d \u00a0nbsp\u2003em \u0964\u06d4\u060c",
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0393\u03b5\u03b9\u03ac "
+    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \u0939\u093f\u0928\u094d\u0926\u0940 "
+    "\u0e44\u0e17\u0e22\u0e20\u0e32\u0e29\u0e32",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \u30ab\u30bf\u30ab\u30ca "
+    "\ud55c\uad6d\uc5b4 \u7e41\u9ad4\u5b57123abc",
+    "\U0001f600 \U0001f44d\U0001f3fd\U0001f468\u200d\U0001f469\u200d\U0001f467 "
+    "\u2764\ufe0f\u2026\u2014\u201cquoted\u201d \u00a0nbsp\u2003em \u0964\u06d4\u060c",
     "!!!??? ...,,, (x) [y] {z} <tag attr='v'>text</tag> a+b=c 100% @user #tag \u20ac5 \u00a3\u00a5 \u00b0\u00b1\u00d7",
     "'The 'quoted' \u2019s \u2019t word's'\n\t'tis 'Twas o'er",
     "  1  22   333\t4 \n 5\r\n\r\n6  (7)  a  \u00e9  !  $  \u4f60  \U0001f600  .5 -  -",
@@ -78,13 +82,13 @@ def notes(tokenizer: Tokenizer) -> list[str]:
         found.append(f"the tokenizer puts {texts} before a prompt, which GGUF cannot say: give it in the prompt")
     steps = _steps(tokenizer.specification().get("pre_tokenizer"), "pretokenizers")
     if any(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in steps):
-        found.append("a text that begins with a space gets another one before it in GGUF; the tokenizer leaves it as it is")
+        found.append(
+            "a text that begins with a space gets another one before it in GGUF; the tokenizer leaves it as it is"
+        )
     return found
 
 
-def _tokens(
-    tokenizer: Tokenizer, spec: Mapping[str, Any], vocab_size: int, name: str
-) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: Tokenizer, spec: Mapping[str, Any], vocab_size: int, name: str) -> tuple[list[str], list[int]]:
     """Texts and GGUF token types by id."""
     vocabulary: dict[str, int] = dict(spec["model"]["vocab"])
     added = {token["id"]: token for token in spec.get("added_tokens", ())}
@@ -135,14 +139,17 @@ def _is_byte_level(spec: Mapping[str, Any]) -> bool:
 def _byte_level_keys(tokenizer: Tokenizer, spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     normalizers = [step["type"] for step in _steps(spec.get("normalizer"), "normalizers")]
     if set(normalizers) - {"NFC"}:
-        raise TokenizerError(f"{name} normalises text with {', '.join(normalizers)}, which GGUF has no key for{_REMEDY}")
+        raise TokenizerError(
+            f"{name} normalises text with {', '.join(normalizers)}, which GGUF has no key for{_REMEDY}"
+        )
     merges = [" ".join(pair) if not isinstance(pair, str) else pair for pair in spec["model"]["merges"]]
     pre = pre_tokenizer_name(tokenizer, spec, bool(normalizers), name)
     return {"model": "gpt2", "pre": pre, "merges": ("ARRAY:STRING", merges)}
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer, spec: Mapping[str, Any], nfc: bool, name: str) -> str:
-    """The `tokenizer.ggml.pre` whose rules cut text as the tokenizer's own do. Raises TokenizerError where none does."""
+    """The `tokenizer.ggml.pre` whose rules cut text as the tokenizer's own do. Raises TokenizerError where there is
+    none."""
     own = [tokenizer.words(probe) for probe in _PROBES]
     ignore_merges = bool(spec["model"].get("ignore_merges"))
     alike = [entry for entry in PRE_TOKENIZERS if _words(entry) == own]

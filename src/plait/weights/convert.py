@@ -349,5 +349,3 @@ def _grouped(fallbacks: list[list[str]]) -> dict[tuple[str, str], list[str]]:
     for name, wanted, storage in fallbacks:
         found.setdefault((wanted, storage), []).append(name)
     return found
-
-

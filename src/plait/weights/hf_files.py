@@ -58,7 +58,7 @@ def divisors_note(config: ModelConfig) -> list[str]:
     """What is to be said of a file's own divisors."""
     if not config.rotary or config.rotary[0].divisors is None:
         return []
-    return ["this GGUF file scales its rotary table by a tensor of divisors (rope_freqs): kept in config.json as longrope"]
+    return ["the rotary table of this GGUF file has divisors (rope_freqs): config.json keeps them as longrope"]
 
 
 def set_dtype(raw: dict[str, Any], dtype: str) -> None:

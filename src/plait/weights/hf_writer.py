@@ -162,5 +162,3 @@ def _write_weights(
         weight_map |= {tensor.name: file for tensor in shard}
     total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
     write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})
-
-

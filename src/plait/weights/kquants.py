@@ -95,13 +95,13 @@ def _fit_line(x: Floats, largest: int, steps: Floats) -> tuple[Floats, Floats]:
     """(scale, minimum), [N] each and not negative, so that scale * q - minimum is near x [32, N] for some q in
     0 .. largest."""
     size = np.abs(x).max(0)
-    unit = np.where(size > 0, size, np.float32(1))
-    x = x / unit  # neither squares nor cubes can overflow or vanish
+    unit: Floats = np.where(size > 0, size, np.float32(1)).astype(np.float32)
+    x = (x / unit).astype(np.float32, copy=False)  # neither squares nor cubes can overflow or vanish
     weight = np.sqrt(np.einsum("ij,ij->j", x, x) / np.float32(len(x))) + np.abs(x)
     low = np.minimum(x.min(0), 0)
     span = x.max(0) - low
     flat = span <= 0
-    span = np.where(flat, np.float32(1), span)
+    span = np.where(flat, np.float32(1), span).astype(np.float32)
     weighted = weight * x
     sum_w, sum_x, sum_xx = (
         a.astype(np.float64) for a in (weight.sum(0), weighted.sum(0), np.einsum("ij,ij->j", weighted, x))
@@ -127,7 +127,7 @@ def _fit_line(x: Floats, largest: int, steps: Floats) -> tuple[Floats, Floats]:
         )
 
     best_scale, best_base = span.astype(np.float64) / largest, low.astype(np.float64)
-    best = error(best_scale, best_base, *sums(largest / span))
+    best = error(best_scale, best_base, *sums(np.float32(largest) / span))
     for step in steps:
         q, qq, xq = sums((step + np.float32(largest)) / span)
         determinant = sum_w * qq - q * q
@@ -171,7 +171,7 @@ def _fit_factor(x: Floats) -> Floats:
     top = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
     empty = top == 0
     top = np.where(empty, np.float32(1), top)
-    x = x / top  # the largest is 1 now
+    x = (x / top).astype(np.float32, copy=False)  # the largest is 1 now
     squares = x * x
     cubes = squares * x
     best = np.zeros(x.shape[1], np.float32)

@@ -67,9 +67,7 @@ RECIPES: Mapping[str, Recipe] = {
         _EIGHT | {"attn_output": "Q5_K"},
     ),
     "Q5_K_S": Recipe("Q5_K", "Q6_K", 16, {}, _EIGHT),
-    "Q5_K_M": Recipe(
-        "Q5_K", "Q6_K", 17, {"attn_v": ("Q6_K", _more_bits), "ffn_down": ("Q6_K", _more_bits)}, _EIGHT
-    ),
+    "Q5_K_M": Recipe("Q5_K", "Q6_K", 17, {"attn_v": ("Q6_K", _more_bits), "ffn_down": ("Q6_K", _more_bits)}, _EIGHT),
 }
 # general.file_type of files of one type.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
