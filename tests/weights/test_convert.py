@@ -16,7 +16,10 @@ import plait
 from plait.errors import ConfigError, UsageError, WeightError
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.convert import convert
+from plait.weights.gguf_config import ARCHITECTURES
+from plait.weights.gguf_names import GGUF_NAMES
 from plait.weights.gguf_source import GGUFSource
+from plait.weights.gguf_writer.architectures import WRITERS
 from plait.weights.pack import pack_decoder
 from plait.weights.packed import packed_decoder
 from tests.gguf_files import tiny_llama
@@ -300,6 +303,11 @@ def test_a_live_and_a_packed_decoder_are_written_too(family: str, tmp_path: Path
     loaded: Any = plait.load(tmp_path / "live.gguf", "bf16")
     with torch.inference_mode():
         assert torch.equal(loaded.logits(loaded(ids)), decoder.logits(decoder(ids)))
+
+
+def test_every_writer_has_names_and_a_reader_of_its_model_type() -> None:
+    for name, writer in WRITERS.items():
+        assert name in GGUF_NAMES and ARCHITECTURES[name].model_type in writer.model_types
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def _failing_whole(path: Path, total: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or str(error)
+        why = error.strerror or f"the disk may be full ({error})"  # NumPy names no cause
         raise WeightError(f"{path} cannot be written: {why}; nothing was left under that name") from error
 
 
