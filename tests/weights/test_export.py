@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import plait
-from plait.errors import UsageError, WeightError
+from plait.errors import UsageError
 from plait.model.decoder import build
 from plait.model.families import families, parse_config
 from plait.weights.export import save_pretrained
@@ -132,13 +132,21 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rotary_divisors_of_a_gguf_file_have_no_place_in_config_json(tmp_path: Path) -> None:
+def test_rotary_divisors_of_a_gguf_file_are_kept_as_longrope(tmp_path: Path) -> None:
+    """Two equal sets divide the frequencies and do nothing else."""
     config = parse_config(CONFIGS["llama"])
-    rotary = (replace(config.rotary[0], divisors=(1.0, 2.0, 4.0)),)
-    decoder = build(replace(config, rotary=rotary))
-    with pytest.raises(WeightError, match="rope_freqs"):
-        decoder.save_pretrained(tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
+    pairs = config.rotary[0].width // 2
+    divisors = tuple(1.0 + i for i in range(pairs))
+    decoder = build(replace(config, rotary=(replace(config.rotary[0], divisors=divisors),)))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0, 0.3)
+    decoder.save_pretrained(tmp_path / "model")
+    loaded = plait.load(tmp_path / "model", "fp32")
+    ids = torch.arange(12) % config.vocab_size
+    with torch.inference_mode():
+        found, expected = loaded.logits(loaded(ids)), decoder.logits(decoder(ids))
+    assert (found - expected).abs().max() < 1e-5
 
 
 def test_every_family_names_the_class_that_transformers_loads_it_with() -> None:

@@ -22,12 +22,13 @@ COMMANDS = {
     "serve": "OpenAI-compatible server with a chat page",
     "models": "families, and what a context costs in known models or yours",
     "inspect": "configuration, tensors, tokenizer and memory of a checkpoint",
+    "convert": "Hugging Face directory <-> GGUF, with quantisation",
     "verify": "compare a checkpoint with a reference implementation, token by token",
     "score": "perplexity and log-probabilities of text",
     "bench": "measurements against a peer in the same run",
 }
 # Announced commands that do not exist yet; they answer so instead of "unknown".
-PLANNED = ("batch", "convert", "train", "evaluate", "study")
+PLANNED = ("batch", "train", "evaluate", "study")
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

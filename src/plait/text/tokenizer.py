@@ -76,6 +76,29 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Templates by name."""
+        return self._templates
+
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """What stands before a completion prompt."""
+        return self._prefix
+
+    def special_id(self, name: str) -> int | None:
+        """The id of `bos_token`, `eos_token`, `pad_token`, `unk_token`, ...; None where the model has none."""
+        return self._id_of(name)
+
+    def specification(self) -> dict[str, Any]:
+        """The tokenizer.json of the backend."""
+        found: dict[str, Any] = json.loads(self._backend.to_str())
+        return found
+
+    def words(self, text: str) -> list[str]:
+        """The pieces that the pre-tokeniser cuts a text into, each merged on its own."""
+        return [word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
+
     def encode(self, text: str, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of a raw prompt, special-token text parsed, with exactly one BOS if the model wants one.
 

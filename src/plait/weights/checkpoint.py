@@ -16,6 +16,7 @@ from plait.model.name_map import NameMap
 from plait.model.quantisation import Quantisation, read_quantisation
 from plait.weights.joined import joined
 from plait.weights.locate import locate
+from plait.weights.original_config import original_config
 from plait.weights.quantised.source import quantised_source
 from plait.weights.sources import TensorSource, open_source
 from plait.weights.transposed import TransposedSource
@@ -27,7 +28,8 @@ _DIVISORS = "rope_freqs.weight"
 class Checkpoint:
     """An opened checkpoint; tensors are read on demand.
 
-    path: the file or directory that was opened. raw: its config.json dictionary (made from the metadata for GGUF).
+    path: the file or directory that was opened. raw: its config.json dictionary (of GGUF the one that travels in the
+    file, else one made from the metadata).
     config: the model's switches; what a GGUF file says in a tensor (divisors of the rotary frequencies) is in it too.
     read: the configuration as the files have it, None where nobody says. quantisation: what config.json says of it.
     """
@@ -73,6 +75,9 @@ def open_checkpoint(model: str | Path | None, strict: bool = False) -> Checkpoin
     source: Any = open_source(path)
     raw = raw_config(path, source)
     config = with_divisors(parse_config(raw, strict), source)
+    original = original_config(source.metadata, config, strict)
+    if original is not None:
+        raw, config = dict(original.raw), original
     names = GGUF_NAMES[source.metadata["general.architecture"]]
     return Checkpoint(path, raw, config, joined(source, config), names, "gguf", config)
 

@@ -104,8 +104,11 @@ class StoredArray:
 class Metadata(Mapping[str, Any]):
     """The key/value pairs. Scalars are plain Python values; an array becomes a list when it is first asked for."""
 
-    def __init__(self, values: dict[str, Any], data: mmap.mmap | bytes, path: str) -> None:
+    def __init__(
+        self, values: dict[str, Any], data: mmap.mmap | bytes, path: str, kinds: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self._values = values
+        self.kinds = kinds  # the GGUF value type of each key; of an array also its elements'
         self._data = data
         self._path = path
 
@@ -152,6 +155,7 @@ def parse_header(data: mmap.mmap | bytes, path: str) -> Header:
     _check_count(cursor, num_keys, _MIN_KEY_ENTRY, "keys")
     _check_count(cursor, num_tensors, _MIN_TENSOR_ENTRY, "tensors")
     values: dict[str, Any] = {}
+    kinds: dict[str, tuple[int, ...]] = {}
     for _ in range(num_keys):
         start = cursor.position
         key = cursor.string("a key", _MAX_KEY_BYTES)
@@ -159,12 +163,15 @@ def parse_header(data: mmap.mmap | bytes, path: str) -> Header:
             raise WeightError(f"{path}: empty key at offset {start}")
         if key in values:
             raise WeightError(f"{path}: key {key!r:.200} occurs twice, the second time at offset {start}")
-        values[key] = _read_value(cursor, key)
+        at = cursor.position
+        value = values[key] = _read_value(cursor, key)
+        elements = (value.kind,) if isinstance(value, StoredArray) else ()
+        kinds[key] = (*_U32.unpack_from(data, at), *elements)
     alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
     described = [_read_tensor(cursor) for _ in range(num_tensors)]
     data_start = cursor.position + -cursor.position % alignment
     tensors = _place_tensors(described, data_start, alignment, cursor)
-    return Header(version, Metadata(values, data, path), tensors, alignment, data_start)
+    return Header(version, Metadata(values, data, path, kinds), tensors, alignment, data_start)
 
 
 def _check_magic(cursor: Cursor) -> int:

@@ -15,14 +15,15 @@ from plait.weights.sources import TensorInfo, TensorSource
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"} | {
     f"{kind}{bits}": f"<{code}{bits // 8}" for kind, code in (("I", "i"), ("U", "u")) for bits in (8, 16, 32, 64)
 }
-_BYTES = {"BF16": 2} | {name: np.dtype(code).itemsize for name, code in _NUMPY.items()}
+# Bytes of a number of the formats that need no expanding.
+BYTES = {"BF16": 2} | {name: np.dtype(code).itemsize for name, code in _NUMPY.items()}
 
 
 def stored_row_bytes(info: TensorInfo) -> int:
     """Bytes of one row (all axes but the first) of a stored tensor; of one number where it has one axis."""
     numbers = int(np.prod(info.shape[1:], dtype=np.int64))
-    if info.format in _BYTES:
-        return numbers * _BYTES[info.format]
+    if info.format in BYTES:
+        return numbers * BYTES[info.format]
     kind = _block_type(info)
     if numbers % kind.block_size:
         raise WeightError(f"{info.file}: tensor {info.name!r}: {kind.name} blocks do not divide {numbers} numbers")
@@ -42,11 +43,22 @@ def float32_rows(source: TensorSource, name: str, start: int = 0, stop: int | No
         return _plain(raw, info.format).reshape(())
     stop = info.shape[0] if stop is None else stop
     shape = (stop - start, *info.shape[1:])
-    if len(info.shape) == 1 and info.format not in _BYTES:  # blocks run along the only axis
+    if len(info.shape) == 1 and info.format not in BYTES:  # blocks run along the only axis
         return _expanded(raw, info, info.shape)[start:stop]
     size = stored_row_bytes(info)
     part = raw[start * size : stop * size]
-    return _plain(part, info.format).reshape(shape) if info.format in _BYTES else _expanded(part, info, shape)
+    return _plain(part, info.format).reshape(shape) if info.format in BYTES else _expanded(part, info, shape)
+
+
+def expand_rows(lines: NDArray[np.uint8], storage: str, columns: int) -> NDArray[np.float32]:
+    """uint8 [rows, bytes of a row], stored as `storage` -> float32 [rows, columns]."""
+    if storage in BYTES:
+        return _plain(lines.reshape(-1), storage).reshape(-1, columns)
+    out = np.empty((len(lines), columns), np.float32)
+    flat = out.reshape(-1)
+    for first, values in expand_blocks(np.ascontiguousarray(lines).reshape(-1), TYPES_BY_NAME[storage]):
+        flat[first : first + values.size] = values
+    return out
 
 
 def rounded(values: NDArray[np.float32], storage: str) -> NDArray[np.float32]:

@@ -1,0 +1,164 @@
+"""A Hugging Face directory from any checkpoint, one tensor at a time: config.json, shards, tokenizer. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import WeightError
+from plait.model.config import ModelConfig
+from plait.model.families import family
+from plait.weights.gguf_writer.file import FileTensor
+from plait.weights.gguf_writer.model import encoded
+from plait.weights.hf_files import (
+    config_to_write,
+    divisors_note,
+    set_dtype,
+    write_generation_config,
+    write_json,
+    write_tokenizer,
+)
+from plait.weights.original_config import DTYPES_KEY, GENERATION_KEY
+from plait.weights.rows import Outgoing, OutTensor, Parameters, Rows
+from plait.weights.safetensors_writer import write_safetensors
+from plait.weights.transposed import matches
+
+_STORAGE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass
+class DirectoryContents:
+    """What a directory will hold. fixed_dtype: whether config.json keeps what it says about the dtype. expanded:
+    quantised tensors by type; copied: tensors whose bytes are the source's own."""
+
+    config: ModelConfig
+    raw: dict[str, Any]
+    tensors: list[FileTensor] = field(default_factory=list)
+    copied: int = 0
+    expanded: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+def directory_contents(
+    config: ModelConfig, parameters: Parameters, dtype: str | None, recorded: Mapping[str, Any], threads: int
+) -> DirectoryContents:
+    """The tensors under the names of the family's Hugging Face files.
+
+    dtype: "bf16", "fp16", "fp32" for all of them; None: what the metadata of a GGUF file of ours (recorded) says of the
+    original, else as they are stored, quantised ones as float32.
+    """
+    names = family(config.model_type).names
+    outgoing = Outgoing(parameters, config, names)
+    contents = DirectoryContents(config, config_to_write(config), notes=divisors_note(config))
+    original = _original_dtypes(recorded) if dtype is None else None
+    sizes: Counter[str] = Counter()
+    for tensor in outgoing:
+        storage = _STORAGE[dtype] if dtype is not None else _storage(tensor, original)
+        turned = matches(names.transposed, tensor.name)
+
+        def data(tensor: OutTensor = tensor, storage: str = storage, turned: bool = turned) -> NDArray[np.uint8]:
+            rows = outgoing.read(tensor)
+            return encoded(_transposed(rows) if turned else rows, storage, tensor.name, threads)
+
+        contents.tensors.append(FileTensor(tensor.name, tensor.shape[::-1] if turned else tensor.shape, storage, data))
+        contents.copied += tensor.storage == storage and not tensor.offset and not turned
+        contents.expanded.update(kind for kind in tensor.stored if kind not in ("F64", *_DTYPES))
+        sizes[storage] += contents.tensors[-1].nbytes
+    main = max(sizes, key=lambda name: sizes[name])
+    if original is None or original[0] not in _DTYPES:
+        set_dtype(contents.raw, _DTYPES[main])
+    if contents.expanded and main != "F32":
+        contents.notes.append(f"quantised tensors are rounded to {_DTYPES[main]}; --dtype fp32 keeps every digit")
+    return contents
+
+
+def write_directory(
+    contents: DirectoryContents,
+    directory: Path,
+    source: Path | None,
+    recorded: Mapping[str, Any],
+    *,
+    shard_bytes: int,
+    tokenizer: bool,
+    done: Callable[[FileTensor], None],
+) -> None:
+    """Fill an existing, empty directory. source: whose tokenizer it gets."""
+    _write_weights(contents.tensors, directory, shard_bytes, done)
+    ends = write_tokenizer(source, directory) if tokenizer else set()
+    generation = recorded.get(GENERATION_KEY)
+    if isinstance(generation, str) and not (directory / "generation_config.json").exists():
+        data = _object(generation)
+        if data:
+            write_json(directory / "generation_config.json", data)
+    write_generation_config(contents.config, directory, sorted(ends | set(contents.config.eos_token_ids)))
+    write_json(directory / "config.json", contents.raw)
+
+
+def _storage(tensor: OutTensor, original: tuple[str, Mapping[str, str]] | None) -> str:
+    if original is not None:
+        default, others = original
+        found = others.get(tensor.name, default)
+        if found in _DTYPES:
+            return found
+    return tensor.storage if tensor.storage in _DTYPES else "F32"
+
+
+def _original_dtypes(recorded: Mapping[str, Any]) -> tuple[str, Mapping[str, str]] | None:
+    """The storage of the original's tensors: of most, and of the others by name."""
+    data = _object(recorded.get(DTYPES_KEY))
+    others = data.get("others")
+    if data.get("default") not in _DTYPES or not isinstance(others, dict):
+        return None
+    return data["default"], others
+
+
+def _object(text: Any) -> dict[str, Any]:
+    """The JSON object of a text that a file brought; {} where it is none."""
+    try:
+        data = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _transposed(rows: Rows) -> Rows:
+    """A plain matrix [out, in] as [in, out]."""
+    kinds = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+    size = rows.data.shape[-1] // rows.columns
+    if rows.data.shape[-1] % rows.columns or size not in kinds:
+        raise WeightError(f"a matrix stored as {rows.storage} cannot be transposed")
+    numbers = np.ascontiguousarray(rows.data).view(kinds[size])
+    data = np.ascontiguousarray(numbers.T).view(np.uint8)
+    return Rows(rows.shape[::-1], rows.storage, data, rows.offset)
+
+
+def _write_weights(
+    tensors: Sequence[FileTensor], directory: Path, shard_bytes: int, done: Callable[[FileTensor], None]
+) -> None:
+    """model.safetensors, or numbered shards with an index where the weights exceed `shard_bytes`."""
+    shards: list[list[FileTensor]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        write_safetensors(directory / "model.safetensors", tensors, done)
+        return
+    weight_map: dict[str, str] = {}
+    for index, shard in enumerate(shards, 1):
+        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / file, shard, done)
+        weight_map |= {tensor.name: file for tensor in shard}
+    total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
+    write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})

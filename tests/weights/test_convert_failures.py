@@ -1,0 +1,106 @@
+"""A convert that ends early, by a signal or for want of space, leaves nothing under the final name, and what was there
+stays."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.errors import WeightError
+from plait.weights.convert import convert
+from tests.weights.converting import model_directory
+
+# Sleeps before the third tensor, when half a file has been written.
+_SLOW = (
+    "import sys, time, plait.weights.gguf_writer.model as m, plait.weights.hf_writer as h, plait.weights.convert as c\n"
+    "count, plain = 0, m.encoded\n"
+    "def slow(*args):\n"
+    "    global count\n"
+    "    count += 1\n"
+    "    if count == 3: print('half', flush=True); time.sleep(600)\n"
+    "    return plain(*args)\n"
+    "m.encoded = h.encoded = slow\n"
+    "c.convert(sys.argv[1], sys.argv[2], force=True)\n"
+)
+
+
+def half_written(source: Path, target: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", _SLOW, source, target], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "half\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "number", "there"),
+    [("x.gguf", signal.SIGKILL, False), ("x", signal.SIGKILL, True), ("x.gguf", signal.SIGINT, True)],
+)
+def test_a_killed_convert_leaves_the_target_as_it_was(
+    name: str, number: signal.Signals, there: bool, tmp_path: Path
+) -> None:
+    directory = model_directory(tmp_path, "llama")
+    target = tmp_path / "out" / name
+    target.parent.mkdir()
+    if there:
+        convert(directory, target)
+    before = [(p, p.stat().st_mtime_ns) for p in sorted(target.rglob("*"))]
+    process = half_written(directory, target)
+    process.send_signal(number)
+    process.wait(60)
+    assert process.returncode != 0
+    assert target.exists() == there
+    assert [(p, p.stat().st_mtime_ns) for p in sorted(target.rglob("*"))] == before
+    left = [p for p in target.parent.iterdir() if p != target]
+    # What a kill leaves is hidden and says what it is; an interrupt clears up.
+    assert all(p.name.startswith(f".{name}-") and p.name.endswith(".partial") for p in left)
+    assert bool(left) == (number == signal.SIGKILL)
+    convert(directory, target, force=True)  # and nothing is in the way
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: writing fails in the middle."""
+    directory = model_directory(tmp_path, "llama")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = sorted(tmp_path.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(WeightError, match="cannot be written: .*nothing was left under that name"):
+            convert(directory, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.iterdir()) == before
+    convert(directory, tmp_path / name)
+
+
+def test_what_the_disk_has_no_room_for_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model_directory(tmp_path, "llama")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(WeightError, match=r"needs [\d,]+ bytes, and the disk has 1,000 free"):
+        convert(directory, tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_a_source_that_is_damaged_leaves_nothing(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path, "llama")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(WeightError, match="truncated"):
+        convert(directory, tmp_path / "x.gguf")
+    assert [p.name for p in tmp_path.iterdir()] == [directory.name]
+
+
+def test_the_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path, "llama")
+    mask = os.umask(0o027)
+    try:
+        convert(directory, tmp_path / "x.gguf")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "x.gguf").stat().st_mode & 0o777 == 0o640
