@@ -488,7 +488,7 @@ struct Toy {
       std::vector<float> logits(2 * kVocab), values(2), hidden(ids.size() * kDim);
       std::vector<int32_t> best(2);
       const PlaitStep step = {start[2], 2, 2, 1, 8, 0, ids.data(), positions.data(), start, context, table.data(),
-                              nullptr, rows, logits.data(), best.data(), values.data(), hidden.data()};
+                              nullptr, rows, logits.data(), best.data(), values.data(), hidden.data(), nullptr};
       expect(plait_plan_run(plan, &step, 0) == int32_t(ops.size()), "running a plan");
       const auto keep = [&](const auto &numbers) {
         all.append(reinterpret_cast<const char *>(numbers.data()), numbers.size() * sizeof numbers[0]);
@@ -500,7 +500,7 @@ struct Toy {
     for (int q = 0; q < 2; q++)
       for (int b = 0; b < 8; b++) table.push_back(1 + q * 16 + b);
     const PlaitStep step = {2, 2, 2, 1, 8, 0, first, nullptr, start, next, table.data(),
-                            nullptr, start, nullptr, nullptr, nullptr, nullptr};
+                            nullptr, start, nullptr, nullptr, nullptr, nullptr, nullptr};
     Array<int32_t> ids(6);
     Array<float> found(6);
     expect(plait_plan_run_steps(plan, &step, 3, 1e9, nullptr, 0, nullptr, ids.data(), found.data()) == 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,12 @@ class Batch:
     prompt_rows: list[tuple[SequenceState, int, range]]
     sample_rows: list[tuple[SequenceState, int]]
     hidden_rows: list[tuple[SequenceState, int]]
+
+
+def adapter_ids(seqs: Iterable[SequenceState]) -> NDArray[np.int32] | None:
+    """StepInputs.adapter_ids, int32 [S]; None where no sequence has one."""
+    numbers = [seq.owner.adapter for seq in seqs]
+    return np.array(numbers, np.int32) if any(numbers) else None
 
 
 def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_reach: bool = False) -> Batch:
@@ -61,5 +68,10 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_re
     reach = None
     if with_reach:
         reach = np.repeat([s.owner.max_total_tokens for s in counts], list(counts.values())).astype(np.int32)
-    inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=np.asarray(rows, np.int32))
+    inputs = StepInputs(
+        sequences=sequences,
+        reach=reach,
+        logit_rows=np.asarray(rows, np.int32),
+        adapter_ids=adapter_ids(counts),
+    )
     return Batch(np.concatenate(ids, dtype=np.int32), inputs, counts, wanted, sampled, hidden)
