@@ -139,7 +139,9 @@ def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
 
 def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
     """(decoder, tokenizer) of args.model for commands that need no engine; adapters are merged into its weights."""
-    lora = adapters(args)
+    from plait.engine.adapters import check_adapters
+
+    lora = check_adapters(adapters(args))
     with progress("loading the model"):
         import torch
 

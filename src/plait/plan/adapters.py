@@ -91,7 +91,9 @@ def groups_of(lowered: Lowered) -> dict[int, Group]:
 
 def _pack(adapter: Adapter, group: Group, packed: dict[MatrixRef, PackedWeight]) -> _Site:
     """packed: B's of this adapter that other groups have had packed."""
-    rows, first, second = [], [], []
+    rows: list[NDArray[np.float32]] = []
+    first: list[int] = []
+    second: list[PackedWeight | None] = []
     storages = set()
     column = 0
     for ref in group:

@@ -110,10 +110,12 @@ def parse_lora_config(raw: Mapping[str, Any], path: Path) -> LoraConfig:
     """See `read_lora_config`; path: for the errors."""
     read = _Reader(raw, path)
     read.refuse_what_is_not_carried_out()
-    targets = read.names("target_modules", required=True)
-    if isinstance(targets, str):
-        targets = None if targets.lower() == "all-linear" else read.pattern("target_modules", targets)
-    excluded = read.names("exclude_modules")
+    named, excluded = read.names("target_modules", required=True), read.names("exclude_modules")
+    targets: tuple[str, ...] | re.Pattern[str] | None
+    if isinstance(named, str):
+        targets = None if named.lower() == "all-linear" else read.pattern("target_modules", named)
+    else:
+        targets = named
     layers, patterns = read.layers()
     if layers is not None and not isinstance(targets, tuple):
         raise read.error("layers_to_transform", "goes with a list of target_modules only")
