@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.engine.batch import adapter_ids
+from plait.engine.batch import adapter_ids, by_adapter
 from plait.engine.request import SequenceState
 from plait.memory.blocks import BlockManager
 from plait.ops.step import Sequences, StepInputs
 
 
 class SteadyBatch:
-    """The S sequences of a step that has been done, all of them decoding, in the scheduler's order.
+    """The S sequences of a step that has been done, all of them decoding, in the scheduler's order, by adapter.
 
     version: the scheduler's when this was made; with any other one it is void. token_ids: int32 [S], the newest token
     of each. context_len: int32 [S], tokens in the cache once the present step is done. stop_ids: int32, ascending, the
@@ -26,7 +26,7 @@ class SteadyBatch:
     """
 
     def __init__(self, seqs: Sequence[SequenceState], manager: BlockManager, version: int) -> None:
-        self.seqs = list(seqs)
+        self.seqs = seqs = by_adapter(seqs)
         self.version = version
         self.blocks = [seq.held for seq in seqs]
         self.states = [seq.sampling for seq in seqs]

@@ -1,7 +1,8 @@
 """LoRA adapters for native plans: their matrices packed as the kernels read them, and given to plans. No torch.
 
 The products that one operation of a plan makes of one input (q, k and v) have their A's in one matrix, so that the
-input is read once. The scale is part of B.
+input is read once. The scale is part of B. Beside quantised weights, whose activations have 8 bits, fp32 matrices are
+kept in fp16: reading them is what an adapter costs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class _Site:
 
 class PackedAdapters:
     """Adapters 1, 2, ... for any plan of one model. groups: those of its plans (`groups_of`); the adapters' own numbers
-    are not needed afterwards."""
+    are not needed afterwards. half: fp32 is to become fp16 where that costs no more than 2^-9 of a matrix."""
 
-    def __init__(self, adapters: Sequence[Adapter], groups: Iterable[Group]) -> None:
+    def __init__(self, adapters: Sequence[Adapter], groups: Iterable[Group], half: bool = False) -> None:
         self.names = [adapter.name for adapter in adapters]
         self._targets = [frozenset(adapter.targets) for adapter in adapters]
         self._sites: list[dict[Group, _Site]] = []
@@ -48,7 +49,7 @@ class PackedAdapters:
             packed: dict[MatrixRef, PackedWeight] = {}
             self._sites.append(
                 {
-                    group: _pack(adapter, group, packed)
+                    group: _pack(adapter, group, packed, half)
                     for group in known
                     if any(r.name in adapter.targets for r in group)
                 }
@@ -89,7 +90,7 @@ def groups_of(lowered: Lowered) -> dict[int, Group]:
     return groups
 
 
-def _pack(adapter: Adapter, group: Group, packed: dict[MatrixRef, PackedWeight]) -> _Site:
+def _pack(adapter: Adapter, group: Group, packed: dict[MatrixRef, PackedWeight], half: bool) -> _Site:
     """packed: B's of this adapter that other groups have had packed."""
     rows: list[NDArray[np.float32]] = []
     first: list[int] = []
@@ -107,19 +108,29 @@ def _pack(adapter: Adapter, group: Group, packed: dict[MatrixRef, PackedWeight])
         column += target.rank
         if ref not in packed:
             b = target.b if ref.rows is None else target.b[ref.rows[0] : ref.rows[1]]
-            packed[ref] = _packed(b * np.float32(target.scale), target.storage)
+            packed[ref] = _packed(b * np.float32(target.scale), target.storage, half)
         second.append(packed[ref])
     storage = storages.pop() if len(storages) == 1 else "F32"
-    return _Site(_packed(np.concatenate(rows), storage), tuple(second), tuple(first))
+    return _Site(_packed(np.concatenate(rows), storage, half), tuple(second), tuple(first))
 
 
-def _packed(values: NDArray[np.float32], storage: str) -> PackedWeight:
-    """In the format that the file had, where that holds the numbers exactly (the scale may be no power of two)."""
+def _packed(values: NDArray[np.float32], storage: str, half: bool) -> PackedWeight:
     values = np.ascontiguousarray(values, np.float32)
-    layout = storage if storage in ("BF16", "F16") and np.array_equal(rounded(values, storage), values) else "F32"
+    layout = _layout(values, storage, half)
     weight = PackedWeight("", values.shape, layout, aligned_bytes(packed_bytes(layout, values.shape)))
     fill(weight, Source("F32", values.ctypes.data, 4 * values.shape[1]), None, need_library().threads())
     return weight
+
+
+def _layout(values: NDArray[np.float32], storage: str, half: bool) -> str:
+    """That of the file, where it holds the numbers exactly (the scale may be no power of two)."""
+    if storage != "F32" and np.array_equal(rounded(values, storage), values):
+        return storage
+    if half:
+        error = np.linalg.norm(rounded(values, "F16") - values)
+        if error <= 2.0**-9 * np.linalg.norm(values):
+            return "F16"
+    return "F32"
 
 
 def _struct(op: int, site: _Site) -> abi.AdapterSite:

@@ -23,7 +23,7 @@ from plait.plan.lowered import Lowered
 from plait.plan.native_plan import NativePlan
 from plait.plan.pool import NativePool
 from plait.weights.adapters import Adapter
-from plait.weights.store import PackedWeight
+from plait.weights.store import VECTOR, PackedWeight
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Greedy steps of one call. Blocks are allocated for them ahead, and nothing is heard of before the call returns.
@@ -128,7 +128,8 @@ class NativeExecutor:
         """
         plans = [self.plan, *(() if self._whole is None else self._whole[:1])]
         lowered = [plan.lowered for plan in plans] + ([self._lower(self._recording)] if self._whole is None else [])
-        packed = PackedAdapters(adapters, (group for low in lowered for group in groups_of(low).values()))
+        half = any(weight.layout not in (*abi.FLOAT_LAYOUTS, VECTOR) for weight in self._store.values())
+        packed = PackedAdapters(adapters, (group for low in lowered for group in groups_of(low).values()), half)
         for plan in plans:
             before = 0 if self._adapters is None else len(self._adapters.names)
             packed.give(plan)
