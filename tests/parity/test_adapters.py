@@ -46,6 +46,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
                          "n_positions": 128, "n_inner": 101}),
         {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     ),
+    "gpt_neox, q, k and v by turns in one matrix": (
+        Case("adapter", {"model_type": "gpt_neox", **SMALL, "rotary_pct": 0.5}),
+        {"r": 4, "lora_alpha": 4, "target_modules": ["query_key_value", "attention.dense", "dense_4h_to_h"]},
+    ),
     "mixtral, attention of two layers": (
         Case("adapter", {"model_type": "mixtral", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
         {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [0, 2]},

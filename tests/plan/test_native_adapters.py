@@ -117,6 +117,25 @@ def test_a_row_has_the_same_bits_whoever_is_in_the_batch(form: str, dtype: torch
         assert without == (ADAPTER_OF[s] == 0)
 
 
+@pytest.mark.parametrize("form", ["F32", "Q4_1"])
+def test_the_number_of_threads_changes_no_bit(form: str, tmp_path) -> None:
+    raw = {**raw_of("llama"), "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    decoder, library = make(raw), native_library()
+    store = quantised_store(decoder, form)
+    adapters = two_adapters(tmp_path, decoder)
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            library.set_threads(threads)
+            native, script = executor(decoder, store)
+            native.set_adapters(adapters)
+            rows = run(native, script)
+            found.append(np.concatenate([x.ravel() for s in range(4) for x in rows[s]]))
+    finally:
+        library.set_threads(0)
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
 def test_quantised_weights_with_an_adapter_stay_near_the_reference(tmp_path) -> None:
     raw = {**raw_of("llama"), "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     decoder = make(raw)

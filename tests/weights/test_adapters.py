@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait.errors import ConfigError, PlaitError, UsageError, WeightError
-from plait.model.decoder import Decoder, from_config
+from plait.model.decoder import Decoder, build, from_config
 from plait.model.record import record
 from plait.weights.adapter_config import parse_lora_config
 from plait.weights.adapters import Adapter, load_adapter
@@ -309,6 +309,11 @@ def test_merging_adds_the_product_in_fp32_and_rounds_once(tmp_path: Path) -> Non
             exact = before[name].double() + product
             assert not torch.equal(parameter, before[name])
             assert (parameter.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+
+
+def test_packed_weights_cannot_be_merged_into(decoder: Decoder, directory: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be merged into packed weights"):
+        merge_adapter(build(decoder.config, device="meta"), directory)
 
 
 def test_an_adapter_of_another_model_is_not_merged(decoder: Decoder, tmp_path: Path) -> None:

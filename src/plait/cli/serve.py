@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from plait.server.state import Settings
     except ModuleNotFoundError as error:
         raise UsageError(f"plait serve needs the package {error.name}: pip install 'plait[server]'") from None
+    from plait.engine.adapters import check_adapters
     from plait.engine.build import parse_bytes
     from plait.weights.locate import locate
 
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     paths = [locate(model) for model in models]
     names = served_names([_default_name(model, path) for model, path in zip(models, paths, strict=True)], args)
     check_adapter_names(list(adapters(args)), names)
+    check_adapters(adapters(args))
     specs = [ModelSpec(path, own, options) for path, own in zip(paths, names, strict=True)]
     settings = Settings(
         keys=_keys(args.api_key, os.environ.get("PLAIT_API_KEY")),
