@@ -20,8 +20,9 @@ CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1 << 16
 # A pattern is matched with every module's name: one that can go back and forth without end is refused.
 _MAX_PATTERN = 2000
-_MAX_REPEATS = 8
-_MANY = 64
+_MAX_REPEATS = 4
+_MANY = 16
+_NEVER = 1000
 
 # Of no consequence for what a finished adapter computes.
 _IGNORED = frozenset(
@@ -227,8 +228,8 @@ class _Reader:
             compiled = re.compile(f"{before}{text}{after}")
         except (re.error, RecursionError, OverflowError) as error:
             raise self.error(key, f"is no regular expression: {error}") from None
-        if _open_repeats(parsed, False) > _MAX_REPEATS:
-            raise self.error(key, "repeats inside repeats, or too often: list the modules' names instead")
+        if _degree(parsed) > _MAX_REPEATS:
+            raise self.error(key, "repeats too often, or what can be matched in several ways: list the modules instead")
         return compiled
 
 
@@ -243,19 +244,22 @@ def _empty(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
-def _open_repeats(parsed: Any, repeated: bool) -> int:
-    """Repetitions without a small bound in a parsed expression; far too many where one is inside another."""
-    count = 0
+def _degree(parsed: Any, repeated: bool = False) -> int:
+    """How often a parsed expression repeats something without a small bound, one after the other: matching a name of n
+    characters takes at most n to that power. _NEVER where what is repeated can itself be matched in several ways."""
+    total = 0
     for kind, argument in parsed:
-        if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            _, most, inner = argument
-            is_open = most > _MANY
-            if repeated and most > 1:
-                return _MAX_REPEATS + 1
-            count += is_open + _open_repeats(inner, repeated or most > 1)
-            continue
-        for part in argument if isinstance(argument, tuple | list) else (argument,):
-            for inner in part if isinstance(part, list) else (part,):
-                if hasattr(inner, "getwidth"):  # what a group, a branch or an assertion holds
-                    count += _open_repeats(inner, repeated)
-    return count
+        name = str(kind)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = argument
+            if repeated and least != most:
+                return _NEVER
+            total += (most > _MANY) + _degree(inner, repeated or most > 1)
+        elif name == "BRANCH":
+            if repeated:
+                return _NEVER
+            total += max(_degree(branch) for branch in argument[1])
+        else:  # what a group or an assertion holds
+            parts = argument if isinstance(argument, tuple) else (argument,)
+            total += sum(_degree(part, repeated) for part in parts if hasattr(part, "getwidth"))
+    return total
