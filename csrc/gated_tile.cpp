@@ -25,6 +25,8 @@ void tile(const Kernels &kernels, const GatedProduct &p, int64_t group0, int64_t
     const float *bias = k == 0 ? p.gate_bias : p.up_bias;
     args.bias = bias == nullptr ? nullptr : bias + first;
     kernels.matmul[matrix.layout](args, 0, panels_of(matrix), 0, token1 - token0);
+    if (p.adapted != nullptr)
+      p.adapted->add(k, first / kPanelRows, first / kPanelRows + panels_of(matrix), token0, token1, products[k], stride);
   }
   for (int64_t t = token0; t < token1; t++) {
     float *gate = products[0] + (t - token0) * stride, *up = products[1] + (t - token0) * stride;

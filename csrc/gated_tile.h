@@ -1,6 +1,7 @@
 // The first half of a feed-forward: both products of some outputs, the activation, and what the next product reads.
 #pragma once
 
+#include "adapters.h"
 #include "kernels/kernels.h"
 
 namespace plait {
@@ -23,6 +24,7 @@ struct GatedProduct {
   uint8_t *out;  // records, where `quantised`, else floats; out_stride bytes apart
   int64_t out_stride;
   bool quantised;
+  const Adapted *adapted;  // what is added to either product, or null
 };
 
 // Outputs of groups [group0, group1) of tokens [token0, token1). scratch: 2 * kGatedScratch floats.

@@ -177,6 +177,7 @@ typedef struct PlaitStep {
   int32_t *best_ids;            // [R] arg-max over the first `sampled_ids` columns, lowest id on ties
   float *best_values;           // [R] its logit; NaN where any of those logits is NaN
   float *hidden;                // [N, D] after the final norm, or NULL
+  const int32_t *adapter_ids;   // [S] of plait_plan_set_adapter, 0: none; NULL: no sequence has one
 } PlaitStep;
 
 // What a value of the plan is kept in. Rows of a buffer lie row_bytes apart; several buffers may share memory.
@@ -342,6 +343,21 @@ PLAIT_API int32_t plait_plan_run(PlaitPlan *plan, const PlaitStep *step, int32_t
 PLAIT_API int32_t plait_plan_run_steps(PlaitPlan *plan, const PlaitStep *step, int32_t steps, double seconds,
                                        const int32_t *stop_ids, int32_t num_stop_ids, const int32_t *interrupt,
                                        int32_t *ids, float *values);
+// What one adapter adds to the products of operation `op` (LINEAR, GATED or ACTIVATED): (in0 a^T) b[k]^T to product k,
+// where b[k] meets the numbers of in0 a^T from first[k] on. All matrices are of floats; b[k].data NULL: nothing.
+// Quantised records of in0 count as the numbers that they stand for.
+typedef struct PlaitAdapterSite {
+  int32_t op;
+  int32_t first[3];
+  PlaitMatrix a;     // [ranks of all products together, columns of in0]
+  PlaitMatrix b[3];  // [rows of the product's matrix, rank]
+} PlaitAdapterSite;
+// Gives the plan adapter `adapter` >= 1, in place of what it had of this number; num_sites 0: takes it away. Steps name
+// adapters by these numbers. The sites are copied; their matrices' data must outlive their use. Returns 0, or -1
+// (plait_last_error), then nothing has changed. A row's results depend on its own adapter only, and are those of a
+// plan without adapters where it has none.
+PLAIT_API int32_t plait_plan_set_adapter(PlaitPlan *plan, int32_t adapter, const PlaitAdapterSite *sites,
+                                         int32_t num_sites);
 // Address of a buffer's first row, for host operations.
 PLAIT_API void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer);
 // Bytes that the plan itself holds (arena and scratch).

@@ -263,7 +263,7 @@ void *plait_plan_buffer(PlaitPlan *plan, int32_t buffer) {
 }
 
 int64_t plait_plan_bytes(const PlaitPlan *plan) {
-  int64_t bytes = plan->arena.bytes() + plan->scratch.bytes() + plan->experts.bytes();
+  int64_t bytes = plan->arena.bytes() + plan->scratch.bytes() + plan->experts.bytes() + plan->adapters.bytes();
   for (const plait::Attention &attention : plan->attentions) bytes += attention.work.bytes();
   for (const plait::LatentAttention &attention : plan->latents) bytes += attention.work.bytes();
   return bytes + int64_t(plan->best.size() * sizeof(plait::Best) +

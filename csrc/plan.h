@@ -1,11 +1,12 @@
 // A plan: the operations of one step, checked and cut into stages, with the memory they work in.
 //
-// plan.cpp makes plans, plan_check.cpp refuses those that do not hold together, plan_run.cpp runs them, plan_steps.cpp
+// plan.cpp makes plans, adapters.cpp changes their products, plan_check.cpp refuses those that do not hold together, plan_run.cpp runs them, plan_steps.cpp
 // runs several greedy steps in a row.
 #pragma once
 
 #include <vector>
 
+#include "adapters.h"
 #include "attend_stage.h"
 #include "experts_work.h"
 #include "kernels/kernels.h"
@@ -88,6 +89,7 @@ struct PlaitPlan {
   std::vector<plait::LatentAttention> latents;
   std::vector<plait::HeadRows> head_rows;
   plait::ExpertWork experts;  // one EXPERTS runs at a time
+  plait::AdapterWork adapters;
   plait::Pages arena, scratch;
   int64_t thread_scratch = 0;  // bytes of scratch per thread
   int scratch_threads = 0;

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "adapters.h"
 #include "cut.h"
 #include "experts_stage.h"
 #include "gated_tile.h"
@@ -56,6 +57,12 @@ class Run {
     return step_.logits != nullptr ? plan_.matrices[op.w[0]].rows : plan_.sampled_ids;
   }
   Cut cut(const PlaitOp &op, int64_t tokens) const;
+  // What the step's adapters add to an operation's products, their narrow half done.
+  Adapted adapted(const PlaitOp &op) const {
+    const Adapted found(&plan_, static_cast<int32_t>(&op - plan_.ops.data()), plan_.buffers[op.in[0]].rows);
+    if (found.any()) found.prepare(threads_);
+    return found;
+  }
   void fetch_next(const Stage &stage) const;
   void fetch_weights(const Stage &next) const;
   void fetch_keys(const Stage &next) const;
@@ -123,6 +130,7 @@ int Run::check() {
       }
     }
   }
+  if (check_adapters(plan_, s) != 0) return -1;
   for (const PlaitOp &op : plan_.ops) {
     if (op.kind == PLAIT_OP_LOGITS && s.num_rows > 0 && (s.best_ids == nullptr || s.best_values == nullptr))
       return fail("nowhere to put the best ids");
@@ -163,6 +171,7 @@ void Run::begin() {
       for (int32_t t = step_.query_start[q]; t < step_.query_start[q + 1]; t++)
         plan_.positions[t] = step_.context_len[q] - step_.query_start[q + 1] + t;
   }
+  begin_adapters(&plan_, step_);
   for (Attention &attention : plan_.attentions) cut_attention(step_, attention.layer, threads_, &attention.work);
   for (LatentAttention &attention : plan_.latents) cut_latent(step_, attention.layer, threads_, &attention.work);
 }
@@ -349,6 +358,7 @@ void Run::linear(const PlaitOp &op, int64_t tokens) {
   for (int32_t k = 0; k < op.i[0]; k++) end[k + 1] = end[k] + panels_of(plan_.matrices[op.w[2 * k]]);
   const int64_t panels = end[op.i[0]], row_bytes = plan_.buffers[op.in[0]].row_bytes;
   const Cut cut = this->cut(op, tokens);
+  const Adapted adapted = this->adapted(op);
   parallel(cut.items(), [&](int64_t item) {
     const int64_t token0 = item / cut.unit_items * cut.tokens, token1 = std::min(tokens, token0 + cut.tokens);
     const int64_t from = item % cut.unit_items * cut.units, to = std::min(panels, from + cut.units);
@@ -367,6 +377,9 @@ void Run::linear(const PlaitOp &op, int64_t tokens) {
         args.add_stride = plan_.stride(op.in[1]);
       }
       kernels_.matmul[args.matrix->layout](args, panel0, panel1, token0, token1);
+      if (adapted.any())
+        adapted.add(k, panel0, panel1, token0, token1, args.out + token0 * args.out_stride + panel0 * kPanelRows,
+                    args.out_stride);
     }
   });
 }
@@ -389,6 +402,8 @@ void Run::gated(const PlaitOp &op, int64_t tokens) {
   product.out = plan_.at(op.out[0]);
   product.out_stride = out.row_bytes;
   product.quantised = out.kind == PLAIT_KIND_Q8;
+  const Adapted adapted = this->adapted(op);
+  product.adapted = adapted.any() ? &adapted : nullptr;
   const int64_t groups = divide_up(product.gate.rows, kGroupOutputs);
   const Cut cut = this->cut(op, tokens);
   parallel(cut.items(), [&](int64_t item) {

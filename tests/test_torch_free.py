@@ -31,6 +31,7 @@ TORCH = {
     "plait.model.decoder",
     "plait.model.layers",
     "plait.model.record",
+    "plait.ops.adapted",
     "plait.ops.functional",
     "plait.ops.interpreter",
     "plait.ops.reference",

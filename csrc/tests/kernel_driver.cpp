@@ -515,6 +515,30 @@ struct Toy {
     spec.block_bytes = block_bytes;
     plan = plait_plan_create(&spec);
     expect(plan != nullptr, "making a plan");
+    adapt();
+  }
+  // An adapter of the products that read a1 (all but k), and of those that read g; ranks of one and two panels.
+  void adapt() {
+    const auto matrix = [&](int format, int rows, int cols) {
+      weights.push_back(new Matrix(kFormats[format], rows, cols));
+      return weights.back()->packed;
+    };
+    PlaitAdapterSite sites[3] = {};
+    sites[0].op = 4;
+    sites[0].a = matrix(0, 8, kDim);
+    sites[0].b[0] = matrix(0, kHeads * kWidth, 5);
+    sites[0].b[2] = matrix(1, kKvHeads * kWidth, 3);
+    sites[0].first[2] = 5;
+    sites[1].op = 12;
+    sites[1].a = matrix(1, 19, kDim);
+    sites[1].b[0] = matrix(2, kHidden, 19);
+    sites[1].b[1] = matrix(0, kHidden, 19);
+    sites[2].op = 13;
+    sites[2].a = matrix(2, 2, kHidden);
+    sites[2].b[0] = matrix(0, kDim, 2);
+    expect(plait_plan_set_adapter(plan, 2, sites, 3) == 0, "giving an adapter");
+    sites[2].b[0].rows--;
+    expect(plait_plan_set_adapter(plan, 1, sites, 3) == -1, "refusing an adapter of another shape");
   }
   ~Toy() {
     plait_plan_destroy(plan);
@@ -547,8 +571,13 @@ struct Toy {
     ops.push_back(made);
   }
 
-  // A prefill of two sequences, four steps of decoding, three greedy ones in one call; all that came out, as bytes.
   std::string run() {
+    const int32_t adapters[2] = {2, 0};
+    return steps(nullptr) + steps(adapters);
+  }
+
+  // A prefill of two sequences, four steps of decoding, three greedy ones in one call; all that came out, as bytes.
+  std::string steps(const int32_t *adapters) {
     std::string all;
     int32_t context[2] = {0, 0};
     for (int s = 0; s < 5; s++) {
@@ -566,7 +595,7 @@ struct Toy {
       std::vector<float> logits(2 * kVocab), values(2), hidden(ids.size() * kDim);
       std::vector<int32_t> best(2);
       const PlaitStep step = {start[2], 2, 2, 1, 8, 0, ids.data(), positions.data(), start, context, table.data(),
-                              nullptr, rows, logits.data(), best.data(), values.data(), hidden.data()};
+                              nullptr, rows, logits.data(), best.data(), values.data(), hidden.data(), adapters};
       expect(plait_plan_run(plan, &step, 0) == int32_t(ops.size()), "running a plan");
       const auto keep = [&](const auto &numbers) {
         all.append(reinterpret_cast<const char *>(numbers.data()), numbers.size() * sizeof numbers[0]);
@@ -578,7 +607,7 @@ struct Toy {
     for (int q = 0; q < 2; q++)
       for (int b = 0; b < 8; b++) table.push_back(1 + q * 16 + b);
     const PlaitStep step = {2, 2, 2, 1, 8, 0, first, nullptr, start, next, table.data(),
-                            nullptr, start, nullptr, nullptr, nullptr, nullptr};
+                            nullptr, start, nullptr, nullptr, nullptr, nullptr, adapters};
     Array<int32_t> ids(6);
     Array<float> found(6);
     expect(plait_plan_run_steps(plan, &step, 3, 1e9, nullptr, 0, nullptr, ids.data(), found.data()) == 3,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from plait.engine.score_forward import AdaptedForward
 from plait.kernels.native import native_library, reason
 from plait.memory.layout import make_layout
 from plait.model.decoder import build
@@ -17,6 +19,7 @@ from plait.text.tokenizer import load_tokenizer
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.load import load
 from plait.weights.pack import pack_checkpoint
+from tests.adapters import make_adapter
 from tests.greedy import assert_same_texts, compare_greedy
 from tests.plan.steps import Script
 from tests.real.test_greedy_text import FIXTURES, NEW_TOKENS, PROMPTS
@@ -99,3 +102,35 @@ def test_a_quantised_file_as_stored_stays_close_to_the_reference(path, most_kl: 
     agreement = float((given.argmax(-1) == expected.argmax(-1)).float().mean())
     print(f"{path.name}: mean KL {kl:.5f}, best id agrees on {100 * agreement:.1f}%")
     assert kl <= most_kl and agreement >= least_agreement
+
+
+def test_an_adapter_beside_quantised_weights_stays_close_to_the_reference(tmp_path: Path) -> None:
+    """SmolLM2 as stored (Q4_1) with a random adapter of rank 8 on every linear module, another one in the same batch,
+    and nobody: KL from the reference with the same adapter, as without one."""
+    path = smollm2_path()
+    ids = load_tokenizer(path).encode((FIXTURES / "austen-emma.txt").read_text()[4000:6000])[:150]
+    decoder = load(path, torch.float32)
+    adapters = [make_adapter(tmp_path, decoder, n, rank=8, seed=i, size=0.4) for i, n in enumerate(("one", "two"))]
+    real = Real(path, [ids] * 3, "auto", "bf16", 160)
+    real.executor.set_adapters(adapters)
+    given, inputs = real.script.step([(s, len(ids)) for s in range(3)])
+    numbers = np.array([1, 0, 2], np.int32)
+    found = torch.from_numpy(real.executor.execute(given, replace(inputs, adapter_ids=numbers)).logits.copy())
+    whole = torch.tensor(ids)
+    expected = []
+    for number in numbers:
+        with torch.inference_mode():
+            if number:
+                expected.append(decoder.logits(AdaptedForward(decoder, adapters[number - 1]).hidden(whole)))
+            else:
+                expected.append(decoder.logits(decoder(whole)))
+    kl = [float(divergence(a, b)) for a, b in zip(found.split(len(ids)), expected, strict=True)]
+    apart = float(divergence(expected[0], expected[1]))
+    assert apart > 20 * max(kl)  # the adapter changes far more than int8 activations do
+    assert max(kl) < 0.01 and max(kl) < 4 * kl[1]
+
+
+def divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Mean over rows of KL(expected || found), logits [N, V]."""
+    p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean()

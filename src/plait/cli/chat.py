@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from plait.cli.common import add_model_argument, add_model_flags, engine_options, load_llm, say
+from plait.cli.common import add_adapter_flag, add_model_argument, add_model_flags, engine_options, load_llm, say
 from plait.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params
 from plait.cli.streams import need_stdin
 from plait.errors import PlaitError, UsageError
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_flags(parser)
     add_model_flags(parser)
+    add_adapter_flag(parser, "the first one answers, /adapter chooses another; repeatable")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     engine_options(args)
     llm = load_llm(args)
     conversation = Conversation(llm, sampling_params(llm, args), args.system)
+    conversation.adapter = next(iter(llm.bundle.adapters), None)
     if args.load is not None:
         conversation.load(args.load)
     if sys.stdin.isatty():
@@ -123,6 +125,15 @@ def _system(conversation: Conversation, argument: str) -> None:
     say(f"system message: {conversation.system or 'none'}")
 
 
+def _adapter(conversation: Conversation, argument: str) -> None:
+    known = conversation.llm.bundle.adapters
+    if argument and argument != "none" and argument not in known:
+        raise UsageError(f"there is no adapter {argument!r:.60}; loaded: {', '.join(known) or 'none'}")
+    if argument:
+        conversation.adapter = None if argument == "none" else argument
+    say(f"adapter: {conversation.adapter or 'none'}")
+
+
 def _save(conversation: Conversation, argument: str) -> None:
     conversation.save(_file(argument))
     say(f"saved {len(conversation.turns)} turns to {argument}")
@@ -148,6 +159,7 @@ def _file(argument: str) -> str:
 COMMANDS: dict[str, tuple[Callable[[Conversation, str], None] | None, str]] = {
     "/reset": (_reset, "forget the turns so far"),
     "/system": (_system, "TEXT: set the system message; without TEXT: show it"),
+    "/adapter": (_adapter, "NAME, or none: answer with another loaded adapter; alone: show it"),
     "/save": (_save, "FILE: write the conversation as JSON"),
     "/load": (_load, "FILE: go on with a saved conversation"),
     "/help": (_help, "this list"),

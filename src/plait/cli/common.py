@@ -28,7 +28,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict, --adapter."""
+    """Flags of commands that load weights but need no engine: --device, --dtype, --threads, --strict."""
     parser.add_argument("--device", default="cpu", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument(
         "--dtype",
@@ -38,7 +38,32 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: all that may be used)")
     parser.add_argument("--strict", action="store_true", help="unknown keys of a config.json are errors")
-    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter (not supported yet)")
+
+
+def add_adapter_flag(parser: argparse.ArgumentParser, help: str) -> None:
+    """--adapter, repeatable; `adapters` reads it."""
+    parser.add_argument("--adapter", action="append", metavar="[NAME=]PATH", help=f"a LoRA adapter (peft): {help}")
+
+
+def adapters(args: argparse.Namespace) -> dict[str, str]:
+    """Name -> directory from --adapter, {} where it was not given or the command has no such flag. UsageError."""
+    from plait.engine.adapters import parse_adapter
+
+    found: dict[str, str] = {}
+    for text in getattr(args, "adapter", None) or []:
+        name, path = parse_adapter(text)
+        if name in found:
+            raise UsageError(f"two adapters would be called {name}: write --adapter NAME={path}")
+        found[name] = path
+    return found
+
+
+def one_adapter(args: argparse.Namespace) -> str | None:
+    """The name of the only adapter of a command that uses one. UsageError where several are given."""
+    names = list(adapters(args))
+    if len(names) > 1:
+        raise UsageError(f"--adapter is given {len(names)} times, but one prompt has one adapter: give it once")
+    return names[0] if names else None
 
 
 def add_model_flags(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
@@ -78,8 +103,7 @@ def add_plan_flags(parser: Any) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM` and `build_engine` from the common flags. Raises UsageError for --adapter."""
-    not_supported_yet(args, "adapter")
+    """Keyword arguments of `LLM` and `build_engine` from the common flags."""
     options = {
         "dtype": args.dtype,
         "device": args.device,
@@ -90,6 +114,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv_dtype": args.kv_dtype,
         "plan": args.plan,
     }
+    if lora := adapters(args):
+        options["adapters"] = lora
     if "generation_config" in args:
         options["generation_config"] = args.generation_config
     if getattr(args, "run_ahead", None) is not None:
@@ -112,8 +138,10 @@ def load_llm(args: argparse.Namespace, **options: Any) -> LLM:
 
 
 def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(decoder, tokenizer) of args.model for commands that need no engine. Raises UsageError for --adapter."""
-    not_supported_yet(args, "adapter")
+    """(decoder, tokenizer) of args.model for commands that need no engine; adapters are merged into its weights."""
+    from plait.engine.adapters import check_adapters
+
+    lora = check_adapters(adapters(args))
     with progress("loading the model"):
         import torch
 
@@ -121,6 +149,7 @@ def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
         from plait.text.tokenizer import load_tokenizer
         from plait.weights.checkpoint import open_checkpoint
         from plait.weights.load import load
+        from plait.weights.merge import merge_adapter
 
         if args.device.startswith("cpu"):
             torch.set_num_threads(args.threads or usable_cpus())
@@ -128,6 +157,8 @@ def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
         decoder = load(checkpoint, args.dtype, args.device, args.strict)
         tokenizer = load_tokenizer(checkpoint.path)
         checkpoint.source.close()
+        for path in lora.values():
+            merge_adapter(decoder, path)
     for line in decoder.load_report.lines():
         say(line)
     return decoder, tokenizer
@@ -135,12 +166,14 @@ def load_decoder(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def load_forward(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """(loaded model, tokenizer, forward) of args.model for commands that score ids; --plan chooses the forward."""
+    from plait.engine.adapters import check_adapters, load_adapters
     from plait.engine.build import check_options, settle_kv_dtype
     from plait.engine.loading import choose_plan, load_model
     from plait.engine.score import window_size
     from plait.engine.score_forward import DecoderForward, Forward, PlanForward
 
-    not_supported_yet(args, "adapter")
+    one_adapter(args)
+    lora = check_adapters(adapters(args))
     options = {name: getattr(args, name) for name in ("dtype", "device", "threads", "strict", "plan")}
     check_options(**options, kv_dtype=args.kv_dtype)
     if args.kv_dtype != "auto" and choose_plan(args.plan, args.device) == "reference":
@@ -148,11 +181,12 @@ def load_forward(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     with progress("loading the model"):
         loaded = load_model(args.model, generation_config="none", **options)
         forward: Forward
+        adapter = next(iter(load_adapters(lora, loaded)), None)
         if loaded.native is None:
-            forward = DecoderForward(loaded.decoder)
+            forward = DecoderForward(loaded.decoder, adapter)
         else:
             window = min(window_size(args.window, loaded.config.max_positions), loaded.config.max_positions)
-            forward = PlanForward(loaded, window, settle_kv_dtype(args.kv_dtype, loaded))
+            forward = PlanForward(loaded, window, settle_kv_dtype(args.kv_dtype, loaded), adapter)
     for line in loaded.report.lines() if loaded.report else []:
         say(line)
     return loaded, loaded.tokenizer, forward

@@ -6,7 +6,17 @@ import argparse
 import sys
 from typing import Any
 
-from plait.cli.common import add_model_argument, add_model_flags, engine_options, load_llm, print_json, read_text, say
+from plait.cli.common import (
+    add_adapter_flag,
+    add_model_argument,
+    add_model_flags,
+    engine_options,
+    load_llm,
+    one_adapter,
+    print_json,
+    read_text,
+    say,
+)
 from plait.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params
 from plait.errors import UsageError
 
@@ -23,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of streaming")
     add_sampling_flags(parser)
     add_model_flags(parser)
+    add_adapter_flag(parser, "the text is of the model with it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_sampling_flags(args)
     engine_options(args)
+    one_adapter(args)
     if args.chat and args.ids:
         raise UsageError("--ids is a finished prompt: leave --chat out")
     if args.system is not None and not args.chat:
@@ -45,13 +57,15 @@ def run(args: argparse.Namespace) -> int:
 def _generate(llm: Any, ids: list[int], args: argparse.Namespace) -> int:
     from plait.engine.streaming import Generation
 
-    generation = Generation(llm, ids, sampling_params(llm, args))
+    adapter = one_adapter(args)
+    generation = Generation(llm, ids, sampling_params(llm, args), adapter)
     for piece in generation:
         if not args.json:
             sys.stdout.write(piece)
             sys.stdout.flush()
     if args.json:
-        print_json({"model": llm.bundle.name, **generation.to_json()})
+        used = {} if adapter is None else {"adapter": adapter}
+        print_json({"model": llm.bundle.name, **used, **generation.to_json()})
     else:
         print()
     say(generation.speed_line())

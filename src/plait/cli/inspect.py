@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from plait.cli.common import add_load_flags, load_decoder, positive, print_json, print_table
+from plait.cli.common import add_adapter_flag, add_load_flags, load_decoder, positive, print_json, print_table
 from plait.errors import UsageError
 
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="TEXT", help="run a text: shapes, norms, largest attention weights")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_load_flags(parser)
+    add_adapter_flag(parser, "with --trace: merged into the weights")
     parser.set_defaults(device=None, dtype=None)  # to tell a flag that was given
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from plait.cli.common import (
     Counter,
+    add_adapter_flag,
     add_load_flags,
     add_plan_flags,
     load_forward,
+    one_adapter,
     positive,
     print_json,
     print_table,
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="store_true", help="also every token with its log-probability")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_load_flags(parser)
+    add_adapter_flag(parser, "the text is scored by the model with it")
     add_plan_flags(parser)
 
 
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     document = {
         "model": loaded.report.path,
         "dtype": loaded.precision,
+        **({} if args.adapter is None else {"adapter": one_adapter(args)}),
         "plan": "reference" if loaded.native is None else "native",
         "kv_dtype": forward.kv_dtype,
         "window": scorer.size,

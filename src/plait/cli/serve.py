@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from plait.cli.common import MODEL_HELP, add_model_flags, engine_options, positive
+from plait.cli.common import MODEL_HELP, adapters, add_adapter_flag, add_model_flags, engine_options, positive
 from plait.errors import UsageError
 
 
@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("models", nargs="*", metavar="MODEL", help=MODEL_HELP + "; several are served together")
     add_model_flags(parser)
+    add_adapter_flag(parser, "served under its name beside the model; repeatable")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: 8000)")
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from plait.server.state import Settings
     except ModuleNotFoundError as error:
         raise UsageError(f"plait serve needs the package {error.name}: pip install 'plait[server]'") from None
+    from plait.engine.adapters import check_adapters
     from plait.engine.build import parse_bytes
     from plait.weights.locate import locate
 
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     models = args.models or [None]
     paths = [locate(model) for model in models]
     names = served_names([_default_name(model, path) for model, path in zip(models, paths, strict=True)], args)
+    check_adapter_names(list(adapters(args)), names)
+    check_adapters(adapters(args))
     specs = [ModelSpec(path, own, options) for path, own in zip(paths, names, strict=True)]
     settings = Settings(
         keys=_keys(args.api_key, os.environ.get("PLAIT_API_KEY")),
@@ -91,6 +95,15 @@ def served_names(defaults: list[str], args: argparse.Namespace) -> list[tuple[st
     if not all(flat):
         raise UsageError("--served-model-name must not be empty")
     return names
+
+
+def check_adapter_names(given: list[str], models: list[tuple[str, ...]]) -> None:
+    """UsageError where it is not clear which model or adapter a name would mean."""
+    if given and len(models) > 1:
+        raise UsageError(f"--adapter with {len(models)} models: adapters go with one model; serve it alone")
+    taken = [name for name in given if name in models[0]]
+    if taken:
+        raise UsageError(f"the adapter {taken[0]} would have the model's name: write --adapter NAME=PATH")
 
 
 def _default_name(model: str | None, path: Any) -> str:

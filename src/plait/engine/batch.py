@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +31,23 @@ class Batch:
     hidden_rows: list[tuple[SequenceState, int]]
 
 
+def by_adapter(seqs: Iterable[SequenceState]) -> list[SequenceState]:
+    """Those of one adapter next to one another, so that its matrices are read once; else in the order given."""
+    return sorted(seqs, key=lambda seq: seq.owner.adapter)
+
+
+def adapter_ids(seqs: Iterable[SequenceState]) -> NDArray[np.int32] | None:
+    """StepInputs.adapter_ids, int32 [S]; None where no sequence has one."""
+    numbers = [seq.owner.adapter for seq in seqs]
+    return np.array(numbers, np.int32) if any(numbers) else None
+
+
 def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_reach: bool = False) -> Batch:
-    """Lay the scheduled tokens out one after another; takes the queued copies along.
+    """Lay the scheduled tokens out one after another, those of one adapter together; takes the queued copies along.
 
     with_reach: the model's rotary table depends on the most tokens that a sequence will have (StepInputs.reach).
     """
+    counts = {seq: counts[seq] for seq in by_adapter(counts)}
     query_start = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(np.fromiter(counts.values(), np.int32, len(counts)), out=query_start[1:])
     context_len = np.fromiter((s.num_computed + n for s, n in counts.items()), np.int32, len(counts))
@@ -61,5 +74,10 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_re
     reach = None
     if with_reach:
         reach = np.repeat([s.owner.max_total_tokens for s in counts], list(counts.values())).astype(np.int32)
-    inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=np.asarray(rows, np.int32))
+    inputs = StepInputs(
+        sequences=sequences,
+        reach=reach,
+        logit_rows=np.asarray(rows, np.int32),
+        adapter_ids=adapter_ids(counts),
+    )
     return Batch(np.concatenate(ids, dtype=np.int32), inputs, counts, wanted, sampled, hidden)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from plait.engine.adapters import AdapterInfo, adapter_line, check_adapters, describe, load_adapters
 from plait.engine.loading import LoadedModel, check_device, choose_plan, is_decoder, load_model
 from plait.errors import CapacityError, PlaitError, UsageError
 from plait.kernels.native import available_memory_bytes, native_library, reason
@@ -34,7 +36,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 class EngineBundle:
     """An engine with what belongs to it. plan: "native" or "reference". lines: what a person is told at start-up.
 
-    precision: what the weights are kept in. loaded: the model itself.
+    precision: what the weights are kept in. loaded: the model itself. adapters: by name, in the order of their numbers.
     """
 
     engine: Engine
@@ -44,6 +46,7 @@ class EngineBundle:
     precision: str
     report: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -95,6 +98,7 @@ def check_options(
     generation_config: str = "auto",
     threads: int | None = None,
     plan: str = "auto",
+    adapters: Any = None,
     **_: Any,
 ) -> None:
     """Raise UsageError for options of `build_engine` that no model can satisfy."""
@@ -119,6 +123,7 @@ def check_options(
         raise UsageError(f"max_num_seqs={max_num_seqs} sequences do not fit in a step of {max_batched_tokens} tokens")
     if generation_config not in ("auto", "none"):
         raise UsageError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
+    check_adapters(adapters)
 
 
 def build_engine(
@@ -137,13 +142,15 @@ def build_engine(
     strict: bool = False,
     tokenizer: Tokenizer | None = None,
     plan: str = "auto",
+    adapters: Mapping[str, str | Path] | None = None,
     **options: Any,
 ) -> EngineBundle:
     """Load a model and put an engine around it.
 
     model: None (the default model), a path, `hf:OWNER/NAME`, a live Decoder, or what `load_model` gave. kv_memory:
     bytes of the key/value pool; default kv_share of the free memory, at most what max_num_seqs full contexts need.
-    max_model_len: default the model's own, lowered to what fits. Further options go to `Engine`. Raises PlaitError for
+    max_model_len: default the model's own, lowered to what fits. adapters: names and directories of LoRA adapters,
+    which requests choose among by name. Further options go to `Engine`. Raises PlaitError for
     what cannot work.
     """
     from plait.engine.engine import Engine
@@ -159,6 +166,7 @@ def build_engine(
         generation_config=generation_config,
         threads=threads,
         plan=plan,
+        adapters=adapters,
     )
     if isinstance(model, LoadedModel):
         loaded = model
@@ -173,6 +181,8 @@ def build_engine(
             tokenizer=tokenizer,
             plan=plan,
         )
+    lora = load_adapters(check_adapters(adapters), loaded)
+    infos = describe(lora)
     config = loaded.config
     kv_dtype = settle_kv_dtype(kv_dtype, loaded)
     wanted = config.max_positions if max_model_len is None else max_model_len
@@ -188,6 +198,8 @@ def build_engine(
         num_blocks = parse_bytes(kv_memory) // layout.block_bytes
     length, notes = _fitting_length(layout, num_blocks, wanted, max_batched_tokens, explicit=max_model_len is not None)
     executor = make_executor(loaded, layout, num_blocks, max_batched_tokens, kv_dtype)
+    if lora:
+        executor.set_adapters(lora)
     engine = Engine(
         executor,
         max_model_len=length,
@@ -195,18 +207,22 @@ def build_engine(
         max_batched_tokens=max_batched_tokens,
         eos_token_ids=frozenset(config.eos_token_ids) | loaded.eos_token_ids,
         short_rope_tokens=short_rope_tokens(config.rotary),
+        adapters={name: info.content_hash for name, info in infos.items()},
         **options,
     )
     bundle = EngineBundle(engine, loaded, length, "reference" if loaded.native is None else "native", loaded.precision)
     bundle.report = memory_report(config, layout, num_blocks, length, max_batched_tokens, loaded.weight_bytes)
     if loaded.native is not None and loaded.native.store.second_bytes:
         bundle.report["second_layout_bytes"] = loaded.native.store.second_bytes  # of weight_bytes
+    bundle.adapters = infos
+    bundle.report["adapter_bytes"] = executor.adapter_bytes
     bundle.report["kv_pool_touched_bytes"] = executor.touched_bytes()
     bundle.report |= _plan_report(bundle.plan, executor, kv_dtype)
     loading = [] if loaded.report is None else loaded.report.lines()
     automatic = plan == "auto" and device.startswith("cpu")
     missed = reason() if automatic and native_library() is None and not is_decoder(model) else None
-    bundle.lines = [*loading, *_plan_lines(bundle.report, loaded, missed), *notes, _fits_line(bundle.report)]
+    lines = map(adapter_line, infos.values())
+    bundle.lines = [*loading, *lines, *_plan_lines(bundle.report, loaded, missed), *notes, _fits_line(bundle.report)]
     if loaded.defaults:
         shown = ", ".join(f"{k}={v}" for k, v in loaded.defaults.items())
         bundle.lines.append(f"sampling defaults from the checkpoint: {shown}")

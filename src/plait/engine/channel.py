@@ -24,7 +24,8 @@ HEADER = struct.Struct("<Q")
 
 @dataclass
 class ModelInfo:
-    """What the serving process must know of a loaded model. lines: what a person is told at start-up."""
+    """What the serving process must know of a loaded model. lines: what a person is told at start-up. adapters: names
+    that requests may choose."""
 
     name: str
     max_model_len: int
@@ -34,6 +35,7 @@ class ModelInfo:
     precision: str = ""
     report: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -30,13 +30,17 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """Turns so far, the system message apart. Raises TokenizerError for a model that has no chat template."""
+    """Turns so far, the system message apart. adapter: a loaded one, for what comes.
+
+    Raises TokenizerError for a model that has no chat template.
+    """
 
     llm: LLM
     params: SamplingParams
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
     last: Generation | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         self._tokenizer: Any = self.llm.tokenizer
@@ -58,7 +62,7 @@ class Conversation:
         """
         question = Turn("user", text)
         messages = [*self.messages(), {"role": question.role, "content": question.content}]
-        generation = Generation(self.llm, self._tokenizer.encode_chat(messages), self.params)
+        generation = Generation(self.llm, self._tokenizer.encode_chat(messages), self.params, self.adapter)
         try:
             yield from generation
         finally:

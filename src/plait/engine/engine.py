@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from plait.engine.adapters import unknown_adapter
 from plait.engine.admission import Limits, check_request, longest_sequence, total_tokens
 from plait.engine.batch import Batch, build_batch
 from plait.engine.embed import Pooled
@@ -49,6 +50,8 @@ class Engine:
     rows per step for prompt_logprobs. seed: makes the seeds that requests without one get repeatable.
     run_ahead_s: while all sequences decode greedily, one step() may make several steps, and begins no more of them when
     so many seconds have passed; until it returns nobody is admitted, aborted or heard of. 0: one step at a time.
+    adapters: names of those that the executor has, in the order of their numbers 1, 2, ... in steps, and the hashes of
+    their contents.
     step_times: of the latest steps, (seconds, seconds of them in which the executor and the native sampler computed);
     steps that were made together share theirs evenly.
     """
@@ -68,6 +71,7 @@ class Engine:
         seed: int | None = None,
         run_ahead_s: float = 0.04,
         short_rope_tokens: int = 0,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise RequestError(f"policy must be 'fcfs' or 'priority', got {policy!r}", field="policy")
@@ -94,6 +98,8 @@ class Engine:
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
         self.short_rope_tokens = short_rope_tokens
+        self.adapters = dict(adapters or {})
+        self._adapter_numbers = {name: number for number, name in enumerate(self.adapters, 1)}
         self.blocks = BlockManager(executor.layout, executor.num_blocks, prefix_caching, chunk_tokens=budget)
         self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_prompt_rows)
         sampled_ids = executor.sampled_ids
@@ -124,6 +130,10 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another", field="request_id")
         check_request(request, self.limits)
+        if request.adapter is not None and (
+            not isinstance(request.adapter, str) or request.adapter not in self.adapters
+        ):
+            raise unknown_adapter(request.adapter, self.adapters)
         if request.pooling is not None:
             self._prepare_hidden()
         params = request.params
@@ -136,6 +146,8 @@ class Engine:
             end_ids=self.eos_token_ids | request.eos_token_ids,
             max_total_tokens=total,
             long_rope=0 < self.short_rope_tokens < total,
+            adapter=0 if request.adapter is None else self._adapter_numbers[request.adapter],
+            adapter_hash="" if request.adapter is None else self.adapters[request.adapter],
             order=self._arrivals,
             timing=RequestTiming(time.monotonic() if request.arrival_s is None else request.arrival_s),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],

@@ -21,8 +21,8 @@ class Executor(Protocol):
     block included. max_batched_tokens: most flat tokens of a step.
 
     What else an executor may have: compute_s (seconds that the last call computed), refresh(), prepare_hidden(),
-    touched_bytes(), and, to make greedy steps in a row, max_steps, execute_steps() and interrupt(): see
-    plait.plan.executor.NativeExecutor.
+    touched_bytes(), set_adapters() and adapter_bytes, and, to make greedy steps in a row, max_steps, execute_steps()
+    and interrupt(): see plait.plan.executor.NativeExecutor.
     """
 
     vocab_size: int

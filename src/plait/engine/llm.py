@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.engine.adapters import adapter_of_each
 from plait.engine.embed import EmbeddingOutput, EmbeddingRequestOutput, check_ids, check_pooling, normalized
 from plait.engine.inputs import Prompt, as_list, check_conversations, check_priority, parse_prompt
 from plait.engine.outputs import ChoiceDelta, OutputProcessor, RequestOutput
@@ -28,7 +29,8 @@ class LLM:
     model: None (the embedded default), a path, "hf:OWNER/NAME", or a live Decoder (then without text unless a
     tokenizer is given: prompts are token ids). dtype: "auto", "fp32", "bf16", "fp16". kv_memory: bytes of the
     key/value pool, None for the default share of free memory. generation_config: "auto" takes the checkpoint's default
-    temperature, top_p, top_k, repetition penalty for calls without params, "none" does not.
+    temperature, top_p, top_k, repetition penalty for calls without params, "none" does not. adapters: names and
+    directories of LoRA adapters (`peft`), of which each prompt may have one: adapter=NAME.
     Further keywords go to the engine (max_batched_tokens, policy, seed, run_ahead_s, ...).
     Calls may overlap, as interleaved streams of one thread or from several threads: they share the steps.
     Raises PlaitError for a model or an argument that cannot be used.
@@ -44,6 +46,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         generation_config: str = "auto",
+        adapters: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         from plait.engine.build import build_engine
@@ -57,6 +60,7 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 generation_config=generation_config,
+                adapters=adapters,
                 **options,
             )
         )
@@ -97,15 +101,25 @@ class LLM:
         *,
         progress: bool = False,
         priority: Sequence[int] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: a string, {"prompt": text}, {"prompt_token_ids": ids} (either may have "cache_salt"),
-        or a list of these. params: one for all, or one per prompt. progress: a bar on the terminal."""
+        or a list of these. params: one for all, or one per prompt. progress: a bar on the terminal. adapter: a name
+        for all prompts, or a list with a name or None for each."""
         items = as_list(prompts)
         chosen = self._params_for(items, params)
         check_priority(priority, len(items))
+        adapters = adapter_of_each(adapter, len(items))
         parsed = [self._parse_prompt(item) for item in items]
         requests = [
-            Request(self._next_id(), ids, p, priority=priority[i] if priority else 0, cache_salt=salt)
+            Request(
+                self._next_id(),
+                ids,
+                p,
+                priority=priority[i] if priority else 0,
+                cache_salt=salt,
+                adapter=adapters[i],
+            )
             for i, ((_, ids, salt), p) in enumerate(zip(parsed, chosen, strict=True))
         ]
         return self._run(requests, [text for text, _, _ in parsed], progress)
@@ -118,19 +132,22 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations, of {"role", "content"} messages."""
         tokenizer = self._need_tokenizer("chat")
         conversations = check_conversations(messages)
         options = dict(chat_template_kwargs or {})
         ids = [tokenizer.encode_conversation(c, options, add_generation_prompt) for c in conversations]
-        return self.generate([{"prompt_token_ids": i} for i in ids], params, progress=progress)
+        return self.generate([{"prompt_token_ids": i} for i in ids], params, progress=progress, adapter=adapter)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceDelta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Iterator[ChoiceDelta]:
         """Complete one prompt and yield what each step adds. Closing the iterator aborts the request."""
         ((_, ids, salt),) = [self._parse_prompt(prompt)]
         (chosen,) = self._params_for([prompt], params)
-        request = Request(self._next_id(), ids, chosen, cache_salt=salt)
+        request = Request(self._next_id(), ids, chosen, cache_salt=salt, adapter=adapter)
         with self._steps.running([request], [None]) as mail:
             finished = False
             while not finished:
@@ -138,11 +155,13 @@ class LLM:
                 yield from deltas
                 finished = bool(results)
 
-    def score(self, texts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
+    def score(
+        self, texts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None = None
+    ) -> list[list[float | None]]:
         """Log-probability of every token of each text (or id list) given those before it; None for the first one.
         Raises EngineError where the model gives no finite number."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
-        results = self.generate(texts, params)
+        results = self.generate(texts, params, adapter=adapter)
         for position, result in enumerate(results):
             if result.outputs[0].error is not None:
                 raise EngineError(f"text {position} cannot be scored: {result.outputs[0].error}")
@@ -155,7 +174,12 @@ class LLM:
         ]
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector per prompt: its last token's hidden state after the final norm, or the mean over its tokens.
 
@@ -167,7 +191,10 @@ class LLM:
         for _, ids, _ in parsed:
             check_ids(ids, self.engine.limits.embedding_rows, self.bundle.max_model_len)
         params = SamplingParams(detokenize=False)
-        requests = [Request(self._next_id(), ids, params, cache_salt=salt, pooling=pooling) for _, ids, salt in parsed]
+        requests = [
+            Request(self._next_id(), ids, params, cache_salt=salt, pooling=pooling, adapter=name)
+            for (_, ids, salt), name in zip(parsed, adapter_of_each(adapter, len(parsed)), strict=True)
+        ]
         results: list[EmbeddingRequestOutput] = []
         for result in self._run(requests, [text for text, _, _ in parsed], progress=False):
             if result.embedding is None:

@@ -152,6 +152,7 @@ def _info(bundle: EngineBundle, options: dict[str, Any]) -> ModelInfo:
         precision=bundle.precision,
         report=bundle.report,
         lines=bundle.lines,
+        adapters=list(bundle.adapters),
     )
 
 

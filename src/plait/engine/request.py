@@ -21,7 +21,7 @@ class Request:
     eos_token_ids: end tokens beside the engine's own. priority: lower goes first (policy "priority").
     arrival_s: on the engine's monotonic clock; None is the moment of add_request.
     cache_salt: requests share cached prefixes only with those of the same salt. pooling: "last" or "mean": nothing is
-    generated, the answer is the prompt's hidden states, pooled.
+    generated, the answer is the prompt's hidden states, pooled. adapter: the name of one that the engine has.
     """
 
     request_id: str
@@ -32,6 +32,7 @@ class Request:
     arrival_s: float | None = None
     cache_salt: str | None = None
     pooling: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(eq=False)
@@ -42,7 +43,8 @@ class RequestState:
     the others are forked from choice 0 when the prompt has been computed (`forked` then).
     long_rope: max_total_tokens exceeds the context that the short of two rotary tables is for.
     prompt_logprobs: what has been collected, in order of position; None when not asked for or handed out.
-    pooled: what has been collected of hidden states, where the request asks for them.
+    pooled: what has been collected of hidden states, where the request asks for them. adapter: its number in steps, 0
+    for none, and the hash of its content.
     """
 
     request: Request
@@ -52,6 +54,8 @@ class RequestState:
     order: int
     timing: RequestTiming
     long_rope: bool = False
+    adapter: int = 0
+    adapter_hash: str = ""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: Pooled | None = None
     num_cached_tokens: int | None = None
@@ -70,7 +74,9 @@ class RequestState:
     @property
     def salt(self) -> tuple:
         """What its keys and values depend on beside the tokens (`BlockManager.new_sequence`)."""
-        salt = () if self.request.cache_salt is None else (("salt", self.request.cache_salt),)
+        salt: tuple = () if self.request.cache_salt is None else (("salt", self.request.cache_salt),)
+        if self.adapter:
+            salt = (*salt, ("adapter", self.adapter_hash))
         return (*salt, ("rope", "long")) if self.long_rope else salt
 
     @property

@@ -13,6 +13,7 @@ from plait.ops.step import Sequences, StepInputs
 if TYPE_CHECKING:
     from plait.engine.loading import LoadedModel
     from plait.model.decoder import Decoder
+    from plait.weights.adapters import Adapter
 
 # fp32 logits that exist at the same time, in numbers; the whole [tokens, vocabulary] matrix never does.
 LOGIT_NUMBERS = 1 << 24
@@ -32,10 +33,11 @@ class Forward(Protocol):
 
 
 class DecoderForward:
-    """The decoder's forward, without a cache."""
+    """The decoder's forward, without a cache; with an adapter its recording, replayed."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, adapter: Adapter | None = None) -> None:
         self.decoder = decoder
+        self._adapted = None if adapter is None else AdaptedForward(decoder, adapter)
         self.kv_dtype: str | None = None
         self.max_positions = decoder.config.max_positions
 
@@ -45,7 +47,8 @@ class DecoderForward:
         decoder = self.decoder
         wanted = torch.tensor(targets, device=decoder.device)
         with torch.inference_mode():
-            hidden = decoder(torch.tensor(fed, device=decoder.device))[-len(targets) :]
+            ids = torch.tensor(fed, device=decoder.device)
+            hidden = (decoder(ids) if self._adapted is None else self._adapted.hidden(ids))[-len(targets) :]
             rows = max(LOGIT_NUMBERS // decoder.config.vocab_size, 1)
             parts = []
             for start in range(0, len(targets), rows):
@@ -55,10 +58,36 @@ class DecoderForward:
             return torch.cat(parts).tolist()
 
 
+class AdaptedForward:
+    """Hidden states of a decoder with an adapter, for one sequence and without a cache."""
+
+    def __init__(self, decoder: Decoder, adapter: Adapter) -> None:
+        from plait.model.record import record
+        from plait.ops.interpreter import Interpreter
+        from plait.weights.adapters import torch_factors
+
+        self._interpreter = Interpreter(record(decoder), dict(decoder.named_parameters()))
+        self._factors = [torch_factors(adapter, decoder.device)]
+
+    def hidden(self, ids: Any) -> Any:
+        """[N, D] after the final norm, for ids int64 [N]."""
+        import torch
+
+        from plait.memory.none import NoMemory
+        from plait.ops.adapted import AdaptedRows
+
+        step = NoMemory().begin(ids, None)
+        inputs = {"ids": ids, "positions": step.positions, "logit_rows": ids.new_empty(0)}
+        if "reach" in self._interpreter.recording.inputs:
+            inputs["reach"] = step.reach
+        adapted = AdaptedRows(torch.ones_like(ids), self._factors)
+        return self._interpreter.run(inputs, step, adapted=adapted)["hidden"]
+
+
 class PlanForward:
     """The native plan over a small cache for one sequence of at most `window` ids, in chunks."""
 
-    def __init__(self, loaded: LoadedModel, window: int, kv_dtype: str) -> None:
+    def __init__(self, loaded: LoadedModel, window: int, kv_dtype: str, adapter: Adapter | None = None) -> None:
         from plait.engine.build import KV_DTYPES, make_executor
 
         vocab_size = loaded.config.vocab_size
@@ -74,6 +103,9 @@ class PlanForward:
             self._table[g, 0, :count] = np.arange(first, first + count)
             first += count
         self._executor: Any = make_executor(loaded, layout, first, self.chunk, kv_dtype)
+        self._adapter_ids = None if adapter is None else np.ones(1, np.int32)
+        if adapter is not None:
+            self._executor.set_adapters([adapter])
 
     def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
         ids = np.asarray(fed, np.int32)
@@ -85,7 +117,7 @@ class PlanForward:
             rows = np.arange(max(scored_from, start), stop, dtype=np.int32) - start
             sequences = Sequences(np.array([0, stop - start], np.int32), np.array([stop], np.int32), self._table)
             reach = np.full(stop - start, len(ids), np.int32)
-            inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=rows)
+            inputs = StepInputs(sequences=sequences, reach=reach, logit_rows=rows, adapter_ids=self._adapter_ids)
             result = self._executor.execute(ids[start:stop], inputs, logits=len(rows) > 0)
             if len(rows):
                 found += _chosen(result.logits, wanted[start + rows[0] - scored_from : stop - scored_from])

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.engine.batch import adapter_ids, by_adapter
 from plait.engine.request import SequenceState
 from plait.memory.blocks import BlockManager
 from plait.ops.step import Sequences, StepInputs
 
 
 class SteadyBatch:
-    """The S sequences of a step that has been done, all of them decoding, in the scheduler's order.
+    """The S sequences of a step that has been done, all of them decoding, in the scheduler's order, by adapter.
 
     version: the scheduler's when this was made; with any other one it is void. token_ids: int32 [S], the newest token
     of each. context_len: int32 [S], tokens in the cache once the present step is done. stop_ids: int32, ascending, the
@@ -25,7 +26,7 @@ class SteadyBatch:
     """
 
     def __init__(self, seqs: Sequence[SequenceState], manager: BlockManager, version: int) -> None:
-        self.seqs = list(seqs)
+        self.seqs = seqs = by_adapter(seqs)
         self.version = version
         self.blocks = [seq.held for seq in seqs]
         self.states = [seq.sampling for seq in seqs]
@@ -41,6 +42,7 @@ class SteadyBatch:
         self._manager = manager
         self._query_start = np.arange(len(seqs) + 1, dtype=np.int32)
         self._logit_rows = self._query_start[:-1]
+        self._adapter_ids = adapter_ids(seqs)
         self._capacity = np.array([held.capacity_tokens for held in self.blocks])
         self._max_total = np.array([seq.owner.max_total_tokens for seq in seqs], np.int32)
         self._table = manager.block_tables(self.blocks)
@@ -67,7 +69,10 @@ class SteadyBatch:
         sequences = Sequences(
             self._query_start, context_len, block_table=self._table, copies=self._manager.take_copies()
         )
-        return StepInputs(sequences=sequences, reach=self._max_total, logit_rows=self._logit_rows), steps
+        inputs = StepInputs(
+            sequences=sequences, reach=self._max_total, logit_rows=self._logit_rows, adapter_ids=self._adapter_ids
+        )
+        return inputs, steps
 
     def take(self, tokens: NDArray[np.int32]) -> list[list[int]]:
         """What T >= 1 steps have brought, int32 [T, S], the last to be computed next: per sequence its new tokens.

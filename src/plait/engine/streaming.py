@@ -23,12 +23,13 @@ class Generation:
     """A stream of text and, once it has ended, what it took.
 
     Iterate over it for pieces of text; `close` (or leaving the loop and closing) aborts the request. Seconds: prefill_s
-    until the first token, decode_s from there to the last.
+    until the first token, decode_s from there to the last. adapter: the name of a loaded one.
     """
 
     llm: LLM
     prompt_token_ids: list[int]
     params: SamplingParams
+    adapter: str | None = None
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -40,7 +41,7 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         """Pieces of text as they come. Raises EngineError where the request failed."""
         start = first = time.perf_counter()
-        deltas = self.llm.stream({"prompt_token_ids": self.prompt_token_ids}, self.params)
+        deltas = self.llm.stream({"prompt_token_ids": self.prompt_token_ids}, self.params, self.adapter)
         try:
             for delta in deltas:
                 now = time.perf_counter()

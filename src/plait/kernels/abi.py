@@ -116,6 +116,7 @@ class Step(ctypes.Structure):
         ("best_ids", c_void_p),
         ("best_values", c_void_p),
         ("hidden", c_void_p),
+        ("adapter_ids", c_void_p),
     ]
 
 
@@ -139,6 +140,15 @@ class Op(ctypes.Structure):
         ("w", c_int32 * 6),
         ("i", c_int32 * 7),
         ("f", c_float * 4),
+    ]
+
+
+class AdapterSite(ctypes.Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("first", c_int32 * 3),
+        ("a", Matrix),
+        ("b", Matrix * 3),
     ]
 
 
@@ -224,6 +234,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "plait_plan_destroy": (None, [_P]),
     "plait_plan_run": (c_int32, [_P, POINTER(Step), c_int32]),
     "plait_plan_run_steps": (c_int32, [_P, POINTER(Step), c_int32, c_double, _P, c_int32, _P, _P, _P]),
+    "plait_plan_set_adapter": (c_int32, [_P, c_int32, POINTER(AdapterSite), c_int32]),
     "plait_plan_buffer": (_P, [_P, c_int32]),
     "plait_plan_bytes": (c_int64, [_P]),
     "plait_plan_profile": (None, [_P, c_int32, _P]),

@@ -61,7 +61,8 @@ def refuse_inputs(inputs: StepInputs, memory: str, *names: str) -> None:
     """UsageError for the first of these inputs that is given: this memory would ignore it."""
     for name in names:
         if getattr(inputs, name) is not None:
-            raise UsageError(f"{memory} takes no {name}")
+            ways = {"adapter_ids": ": an engine adds adapters, plait.LLM(model, adapters={...})"}
+            raise UsageError(f"{memory} takes no {name}{ways.get(name, '')}")
 
 
 class SymbolicMemory:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.errors import WeightError
+from plait.ops.adapted import AdaptedRows
 from plait.ops.recording import Op, Recording
 from plait.ops.reference import REFERENCE
 from plait.ops.signatures import OPERATIONS
@@ -53,16 +54,25 @@ class Interpreter:
             for op, ends in zip(recording.ops, recording.last_uses(), strict=True)
         ]
 
-    def run(self, inputs: Mapping[str, Tensor], memory: Any, observe: Observer | None = None) -> dict[str, Tensor]:
+    def run(
+        self,
+        inputs: Mapping[str, Tensor],
+        memory: Any,
+        observe: Observer | None = None,
+        adapted: AdaptedRows | None = None,
+    ) -> dict[str, Tensor]:
         """inputs: by the recording's names (ids, positions, logit_rows). memory: a step of a memory (`begin`).
 
-        observe: called after each operation with it, its inputs and its outputs.
+        observe: called after each operation with it, its inputs and its outputs. adapted: what adapters add to the
+        linear products; the recording must not be fused then.
         """
         values: dict[int, Any] = {number: inputs[name] for name, number in self.recording.inputs.items()}
         for op, function, weights, attrs, ends in self._steps:
             operands = tuple(values[i] for i in op.inputs)
             more = {"memory": memory} if op.name in OPERATIONS and OPERATIONS[op.name].memory else {}
             result = function(*operands, *weights, **attrs, **more)
+            if adapted is not None and op.name == "linear" and op.weights[0] is not None:
+                result = adapted.add(op.weights[0], operands[0], result)
             results = result if isinstance(result, tuple) else (result,)
             values.update(zip(op.outputs, results, strict=True))
             if observe is not None:

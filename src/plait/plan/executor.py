@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ from plait.kernels import abi
 from plait.memory.layout import CacheLayout
 from plait.ops.recording import Recording, WeightRef
 from plait.ops.step import StepInputs, StepResult
+from plait.plan.adapters import PackedAdapters, groups_of
 from plait.plan.fusion import fuse, select_early
 from plait.plan.host import Host
 from plait.plan.lower import lower
 from plait.plan.lowered import Lowered
 from plait.plan.native_plan import NativePlan
 from plait.plan.pool import NativePool
-from plait.weights.store import PackedWeight
+from plait.weights.adapters import Adapter
+from plait.weights.store import VECTOR, PackedWeight
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Greedy steps of one call. Blocks are allocated for them ahead, and nothing is heard of before the call returns.
@@ -62,6 +64,7 @@ class NativeExecutor:
         self._recording = recording
         self.pool = NativePool(layout, num_blocks)
         self._sampled_ids = sampled_ids
+        self._adapters: PackedAdapters | None = None
         self._build(store)
         self._logits = np.empty((0, self.vocab_size), np.float32)
         self._hidden: NDArray[np.float32] | None = None
@@ -89,17 +92,23 @@ class NativeExecutor:
         self.plan, self._host = self._make(select_early(self._recording))
         self._whole: tuple[NativePlan, Host] | None = None
 
-    def _make(self, recording: Recording) -> tuple[NativePlan, Host]:
+    def _lower(self, recording: Recording) -> Lowered:
         store = self._store
 
         def quantised(ref: WeightRef) -> bool:
             return ref.name in store and store[ref.name].layout not in abi.FLOAT_LAYOUTS
 
         sizes = (self.max_batched_tokens, self.max_rows)
-        lowered = lower(fuse(recording, quantised), store, self.layout, *sizes)
+        return lower(fuse(recording, quantised), store, self.layout, *sizes)
+
+    def _make(self, recording: Recording) -> tuple[NativePlan, Host]:
+        store, sizes = self._store, (self.max_batched_tokens, self.max_rows)
+        lowered = self._lower(recording)
         self.vocab_size = lowered.vocab_size
         self.sampled_ids = min(self.vocab_size if self._sampled_ids is None else self._sampled_ids, self.vocab_size)
         plan = NativePlan(lowered, store, self.pool, self.kv_dtype, self.sampled_ids, *sizes)
+        if self._adapters is not None:
+            self._adapters.give(plan)
         return plan, Host(plan, store, self.pool, self.kv_dtype)
 
     def _with_hidden(self) -> tuple[NativePlan, Host]:
@@ -110,6 +119,23 @@ class NativeExecutor:
         if self._whole is None:
             self._whole = self._make(self._recording)
         return self._whole
+
+    def set_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Take these in place of what there was; steps name them by 1, 2, ... in this order. Their numbers are copied.
+
+        Steps and rows without an adapter compute what they would without any. Raises UsageError for an adapter of what
+        has no native kernel.
+        """
+        plans = [self.plan, *(() if self._whole is None else self._whole[:1])]
+        lowered = [plan.lowered for plan in plans] + ([self._lower(self._recording)] if self._whole is None else [])
+        half = any(weight.layout not in (*abi.FLOAT_LAYOUTS, VECTOR) for weight in self._store.values())
+        packed = PackedAdapters(adapters, (group for low in lowered for group in groups_of(low).values()), half)
+        for plan in plans:
+            before = 0 if self._adapters is None else len(self._adapters.names)
+            packed.give(plan)
+            for number in range(len(adapters) + 1, before + 1):
+                plan.set_adapter(number, [])
+        self._adapters = packed
 
     def prepare_hidden(self) -> None:
         """Make what the first step with hidden states would make. EngineError or MemoryError where it does not fit."""
@@ -149,6 +175,7 @@ class NativeExecutor:
             hidden_out = hidden_out[:n]
         best_ids, best_values = self._best_ids[:r], self._best_values[:r]
         step = self._struct(*arrays)
+        step.adapter_ids = self._adapter_ids(inputs)
         if positions is not None:
             step.positions = self._addresses.of("positions", positions)
         if logits_out is not None:
@@ -196,9 +223,11 @@ class NativeExecutor:
         arrays = self._arrays(token_ids, inputs)
         rows = len(arrays[0])
         ids, values = np.empty((steps, rows), np.int32), np.empty((steps, rows), np.float32)
+        step = self._struct(*arrays)
+        step.adapter_ids = self._adapter_ids(inputs)
         began = time.perf_counter()
         try:
-            done = self.plan.run_steps(self._struct(*arrays), seconds, _int32(stop_ids), self._interrupt, ids, values)
+            done = self.plan.run_steps(step, seconds, _int32(stop_ids), self._interrupt, ids, values)
         finally:
             # Not at the beginning: what was set since the caller last looked must end this call, too early at worst.
             self._interrupt.value = 0
@@ -218,7 +247,7 @@ class NativeExecutor:
         sequences = inputs.sequences
         if sequences is None or sequences.block_table is None or inputs.logit_rows is None:
             raise UsageError("the native plan needs sequences with a block table, and logit_rows")
-        for name in ("token_mask", "segment_ids", "adapter_ids"):
+        for name in ("token_mask", "segment_ids"):
             if getattr(inputs, name) is not None:
                 raise UsageError(f"the native plan takes no {name}")
         ids, rows = _int32(token_ids), _int32(inputs.logit_rows)
@@ -230,6 +259,15 @@ class NativeExecutor:
         if copies.shape[1:] != (2,) or context.ndim != 1:
             raise EngineError(f"a step with copies {copies.shape} and context lengths {context.shape}")
         return ids, start, context, table, copies, rows
+
+    def _adapter_ids(self, inputs: StepInputs) -> int | None:
+        """Address of the step's adapter numbers. The library checks what they are."""
+        if inputs.adapter_ids is None:
+            return None
+        numbers, sequences = _int32(inputs.adapter_ids), inputs.sequences
+        if sequences is None or numbers.shape != (sequences.count,):
+            raise EngineError(f"a step with adapter_ids {numbers.shape} for its sequences")
+        return self._addresses.of("adapters", numbers)
 
     def _struct(
         self,
@@ -261,8 +299,13 @@ class NativeExecutor:
 
     @property
     def plan_bytes(self) -> int:
-        """Bytes of the plan's own buffers and scratch; neither the weights nor the pool."""
+        """Bytes of the plan's own buffers and scratch; neither the weights nor the pool, nor the adapters."""
         return self.plan.nbytes + (0 if self._whole is None else self._whole[0].nbytes)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the packed adapters."""
+        return 0 if self._adapters is None else self._adapters.nbytes
 
     def profile(self, on: bool = True) -> list[tuple[str, str, float]]:
         """(kind, label, seconds) of each operation since the last call; `on` starts or stops the clocks."""

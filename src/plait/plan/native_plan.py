@@ -81,6 +81,13 @@ class NativePlan:
         if getattr(self, "_plan", None):
             self.close()
 
+    def set_adapter(self, number: int, sites: Sequence[abi.AdapterSite]) -> None:
+        """Give the plan an adapter (plait_plan_set_adapter); the caller keeps its matrices alive. EngineError where it
+        does not fit."""
+        array = (abi.AdapterSite * len(sites))(*sites)
+        if self._functions.plait_plan_set_adapter(self._plan, number, array, len(sites)) != 0:
+            raise EngineError(f"an adapter does not fit the native plan: {self._last_error()}")
+
     def run(self, step: abi.Step, host: Callable[[int], None]) -> None:
         """One step. Raises EngineError with the library's words where it fails."""
         due, count = 0, len(self.lowered.ops)

@@ -173,7 +173,7 @@ async def completions(state: ServerState, request: Request) -> Response:
         return [encode_prompt(served.tokenizer, part, add, limit) for part in parts], served.words.resolve(params)
 
     prompts, params = await state.text_work(served, encode, request.receive, deadline)
-    call = Call(state, served, new_id("cmpl"), prompts, params, request.scope["plait.log"], body.cache_salt)
+    call = Call(state, served, new_id("cmpl"), prompts, params, request.scope["plait.log"], body.cache_salt, body.model)
     reply = opened(call, CompletionAnswer, body)
     if body.stream:
         return EventStream(call, reply.events(), deadline)
@@ -201,7 +201,7 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
 
         prompt, params = await state.text_work(served, encode, request.receive, deadline)
         log_facts = request.scope["plait.log"]
-        call = Call(state, served, new_id("chatcmpl"), [prompt], params, log_facts, body.cache_salt)
+        call = Call(state, served, new_id("chatcmpl"), [prompt], params, log_facts, body.cache_salt, body.model)
     except RequestError as error:
         raise api_error(error, chat_fields(body)) from None
     reply = opened(call, ChatAnswer, body)
@@ -220,14 +220,14 @@ def _model(state: ServerState, served: Served, name: str) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "plait",
         "root": served.id,
-        "parent": None,
+        "parent": served.id if name in served.info.adapters else None,
         "max_model_len": served.info.max_model_len,
     }
 
 
 async def models(state: ServerState, request: Request) -> Response:
     """GET /v1/models."""
-    data = [_model(state, served, name) for served in state.models for name in served.names]
+    data = [_model(state, served, name) for served in state.models for name in served.all_names]
     return json_response({"object": "list", "data": data})
 
 
@@ -235,9 +235,9 @@ async def one_model(state: ServerState, request: Request) -> Response:
     """GET /v1/models/NAME."""
     name = request.path_params["name"]
     for served in state.models:
-        if name in served.names:
+        if name in served.all_names:
             return json_response(_model(state, served, name))
-    raise unknown_model(name, [served.id for served in state.models])
+    raise unknown_model(name, state.served_names())
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:

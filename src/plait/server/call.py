@@ -18,7 +18,7 @@ from plait.server.state import Served, ServerState
 class Call:
     """Created when everything has been checked; `close` it in any case. Choice i of prompt p has index p * n + i.
 
-    log: facts for the log line.
+    log: facts for the log line. model: the name that the client asked for, which may be an adapter's.
     """
 
     def __init__(
@@ -30,11 +30,14 @@ class Call:
         params: SamplingParams,
         log: dict[str, Any],
         cache_salt: str | None = None,
+        model: str | None = None,
     ) -> None:
         self.id = call_id
         self.created = int(time.time())
         self.served = served
         self.params = params
+        adapter = model if model in served.info.adapters else None
+        self.model = adapter or served.id
         self.prompts = list(prompts)
         self._metrics = state.metrics
         self._log = log
@@ -42,7 +45,7 @@ class Call:
         self._start_s = time.monotonic()
         self.num_completion_tokens = 0
         requests = [
-            (Request(f"{call_id}-{i}", prompt.ids, params, cache_salt=cache_salt), prompt.text)
+            (Request(f"{call_id}-{i}", prompt.ids, params, cache_salt=cache_salt, adapter=adapter), prompt.text)
             for i, prompt in enumerate(self.prompts)
         ]
         limits = served.info.limits
@@ -52,7 +55,7 @@ class Call:
             total_tokens(len(request.prompt_token_ids), params.max_tokens, limits)
         state.check_queue(served, len(requests) * params.n)
         self._stream = state.client.submit(served.index, requests)
-        log |= {"id": call_id, "model": served.id, "prompt_tokens": sum(len(p.ids) for p in self.prompts)}
+        log |= {"id": call_id, "model": self.model, "prompt_tokens": sum(len(p.ids) for p in self.prompts)}
 
     @property
     def num_choices(self) -> int:

@@ -61,7 +61,7 @@ class ChatAnswer:
 
     def _frame(self, kind: str) -> dict[str, Any]:
         call = self._call
-        return {"id": call.id, "object": kind, "created": call.created, "model": call.served.id}
+        return {"id": call.id, "object": kind, "created": call.created, "model": call.model}
 
     def _choice(self, index: int) -> dict[str, Any]:
         return {

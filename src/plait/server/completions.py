@@ -60,7 +60,7 @@ class CompletionAnswer:
 
     def _frame(self) -> dict[str, Any]:
         call = self._call
-        return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.served.id}
+        return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.model}
 
     def _choice(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}

@@ -65,6 +65,11 @@ class Served:
     def id(self) -> str:
         return self.names[0]
 
+    @property
+    def all_names(self) -> list[str]:
+        """What a request may call it, with its adapters."""
+        return [*self.names, *self.info.adapters]
+
 
 class ServerState:
     """One per server. phase: "loading", "ready", "draining" or "dead"."""
@@ -88,16 +93,21 @@ class ServerState:
             raise ApiError(503, reasons[self.phase], code=self.phase, headers={"retry-after": "2"})
 
     def find_model(self, name: str | None) -> Served:
-        """Raises ApiError 404 with the list of served models, 503 while loading."""
+        """The model of this name, or of the adapter of this name. Raises ApiError 404 with the list of what is served,
+        503 while loading."""
         self.check_accepting()
         if name is None:
             if len(self.models) == 1:
                 return self.models[0]
             raise bad_request("model is missing: this server has several", "model", "missing_required_parameter")
         for model in self.models:
-            if name in model.names:
+            if name in model.all_names:
                 return model
-        raise unknown_model(name, [model.id for model in self.models])
+        raise unknown_model(name, self.served_names())
+
+    def served_names(self) -> list[str]:
+        """The ids of models and adapters."""
+        return [name for model in self.models for name in (model.id, *model.info.adapters)]
 
     def check_queue(self, model: Served, choices: int) -> None:
         """Raises ApiError 429 when so many more choices would overfill the queue, 400 when they always would."""

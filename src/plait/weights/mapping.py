@@ -156,6 +156,21 @@ class BoundMap:
         parts = (Part(o.replace("{i}", str(layer)), r, place) for o, r in zip(rule.ours, rows, strict=True))
         return Assignment(file, tuple(parts), rule.offset, rule.one_row)
 
+    def of_tensor(self, file: str) -> Assignment:
+        """What a tensor of this name would fill, whether or not the model has such parameters."""
+        name = self._without_prefix(file)
+        found = self._by_file.get(name)
+        return Assignment(file, (Part(name, None),)) if found is None else self._assign(file, *found)
+
+    @property
+    def prefixes(self) -> tuple[tuple[str, str], ...]:
+        """(file's, ours) as the name map has them."""
+        return self._names.prefixes
+
+    def without_prefix(self, name: str) -> str:
+        """A name of the file with its prefix replaced by ours."""
+        return self._without_prefix(name)
+
     def _without_prefix(self, name: str) -> str:
         for theirs, ours in self._names.prefixes:
             if name.startswith(theirs):
