@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import ConfigError
-from plait.model.config import AttentionSpec, MixtureSpec, ModelConfig, RotarySpec
+from plait.model.config import AttentionSpec, LatentAttentionSpec, MixtureSpec, ModelConfig, RotarySpec
 from plait.model.families import parse_config
 from plait.model.rope import rotary_numbers
 from plait.weights.gguf_config import gguf_config
@@ -32,7 +32,10 @@ DIVISORS = "rope_freqs.weight"
 
 def _attention(config: ModelConfig) -> AttentionSpec:
     """Of the first layer that rotates."""
-    return next((each.attention for each in config.layers if each.attention.rotary), config.layers[0].attention)
+    found = next((each.attention for each in config.layers if each.attention.rotary), config.layers[0].attention)
+    if isinstance(found, LatentAttentionSpec):
+        raise ConfigError(f"{config.model_type} cannot be written as GGUF yet: it has latent attention")
+    return found
 
 
 def _sizes(config: ModelConfig) -> Keys:
