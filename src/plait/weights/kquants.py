@@ -128,9 +128,9 @@ def _fit_line(x: Floats, largest: int, steps: Floats) -> tuple[Floats, Floats]:
         )
 
     best_scale, best_base = span.astype(np.float64) / largest, low.astype(np.float64)
-    best = error(best_scale, best_base, *sums(np.float32(largest) / span))
+    best = error(best_scale, best_base, *sums((np.float32(largest) / span).astype(np.float32, copy=False)))
     for step in steps:
-        q, qq, xq = sums((step + np.float32(largest)) / span)
+        q, qq, xq = sums((np.float32(step + largest) / span).astype(np.float32, copy=False))
         determinant = sum_w * qq - q * q
         solvable = determinant > 0
         determinant = np.where(solvable, determinant, 1)
