@@ -102,7 +102,6 @@ def _fit_line(x: Floats, largest: int, steps: Floats) -> tuple[Floats, Floats]:
     span = x.max(0) - low
     flat = span <= 0
     span = np.where(flat, np.float32(1), span).astype(np.float32)
-    steps = steps.astype(np.float32)
     weighted = weight * x
     sum_w, sum_x, sum_xx = (
         a.astype(np.float64) for a in (weight.sum(0), weighted.sum(0), np.einsum("ij,ij->j", weighted, x))
