@@ -100,8 +100,8 @@ def _tokens(tokenizer: Tokenizer, spec: Mapping[str, Any], vocab_size: int, name
             f" an embedding for {vocab_size}{_REMEDY}"
         )
     texts: list[str | None] = [None] * vocab_size
-    for text, id in vocabulary.items():
-        texts[id] = text
+    for known, id in vocabulary.items():
+        texts[id] = known
     unknown = spec["model"].get("unk_token")
     byte_level = _is_byte_level(spec)
     types = []

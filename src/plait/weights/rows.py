@@ -163,7 +163,7 @@ class DecoderParameters:
         own = dict(decoder.named_parameters())
         self._tensors: Mapping[str, Any] = own if tensors is None else tensors()
         self._storages = {name: _STORAGES[str(p.dtype).removeprefix("torch.")] for name, p in own.items()}
-        self.shapes = {name: tuple(p.shape) for name, p in own.items()}
+        self.shapes: Mapping[str, Shape] = {name: tuple(p.shape) for name, p in own.items()}
 
     def storages(self, name: str) -> set[str]:
         return {self._storages[name]}

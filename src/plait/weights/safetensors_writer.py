@@ -33,5 +33,5 @@ def write_safetensors(
         for tensor in tensors:
             data = tensor.data()
             assert data.nbytes == tensor.nbytes, tensor.name
-            file.write(memoryview(data.reshape(-1)))
+            file.write(data.data)  # contiguous
             done(tensor)

@@ -206,7 +206,8 @@ def _has_tokenizer(path: Path) -> bool:
 
 def _origin(config: ModelConfig, source: Path | None, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """What restores the Hugging Face directory, and the sampling defaults in GGUF's own keys."""
-    raw, keys = config_to_write(config), {}
+    raw = config_to_write(config)
+    keys: dict[str, Any] = {}
     try:
         told = first_difference(parse_config(raw), config) is None
     except PlaitError:
