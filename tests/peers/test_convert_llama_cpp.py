@@ -138,7 +138,7 @@ def test_every_other_architecture_has_the_same_logits(name: str, tmp_path: Path)
     with torch.inference_mode():
         expected = decoder.logits(decoder(torch.tensor(ids[:-1]))).float().log_softmax(-1)
     off = (found - expected).abs().amax(-1)
-    # Its keys and values are fp16. A router's near tie may fall otherwise at some position, and later ones attend to it.
+    # Its keys and values are fp16. A router's near tie may fall otherwise, and later positions attend to it.
     assert off[:4].max() < 0.05 and expected.std() > 1
     assert off.quantile(0.8) < (0.3 if "moe" in name else 0.05)
 
