@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import plait
 from plait.kernels import native
+from tests.adapters import write_adapter
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -85,17 +87,19 @@ def test_generate_from_the_cache_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import json, sys, time\n"
         "from plait.cli.main import main\n"
-        "status = main(['generate', sys.argv[1], '-p', 'x', '--max-tokens', '4', '--temperature', '0', '--json'])\n"
+        "flags = ['-p', 'x', '--max-tokens', '4', '--temperature', '0', '--json', *sys.argv[2:]]\n"
+        "status = main(['generate', sys.argv[1], *flags])\n"
         "assert status == 0 and 'torch' not in sys.modules, [name for name in sys.modules if 'torch' in name][:5]\n"
     )
     environment = os.environ | {"PLAIT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", code, str(directory)]
     texts = []
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    adapter = write_adapter(tmp_path / "adapter", plait.load(directory, "fp32"))
+    for more in ([], [], ["--adapter", str(adapter)]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         texts.append(json.loads(done.stdout)["token_ids"])
-    assert texts[0] == texts[1] and len(texts[0]) == 4
+    assert texts[0] == texts[1] != texts[2] and [len(text) for text in texts] == [4, 4, 4]
 
 
 def test_importing_plait_imports_neither_torch_nor_numpy() -> None:
