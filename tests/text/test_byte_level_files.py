@@ -17,9 +17,11 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from plait.errors import TokenizerError
+from plait.plan.cache import model_files
 from plait.text.detokenizer import byte_of_printable
 from plait.text.pretokenizers import pre_tokenizer
 from plait.text.tokenizer import Tokenizer, load_tokenizer
+from plait.text.tokenizer_files import facts_of_files
 from tests.text import small_sentencepiece, small_tokenizers
 from tests.text.small_sentencepiece import lines
 
@@ -273,3 +275,29 @@ def test_a_sentencepiece_model_counts_before_the_others(tmp_path: Path, caplog: 
     small_sentencepiece.write(write_vocab(tmp_path), model)
     assert load_tokenizer(tmp_path).encode_plain("hello") == small_sentencepiece.processor(model).encode("hello")
     assert "has vocab.json too; tokenizer.model is used" in caplog.text
+
+
+def test_inspect_tells_kind_and_number_of_tokens(tmp_path: Path) -> None:
+    write_vocab(tmp_path / "vocab")
+    write_ranks(tmp_path / "ranks", ranks())
+    small_sentencepiece.write(tmp_path / "sp", small_sentencepiece.train(model_type="unigram"))
+    facts = {name: facts_of_files(tmp_path / name) for name in ("vocab", "ranks", "sp")}
+    assert {name: fact and (fact["kind"], fact["file"]) for name, fact in facts.items()} == {
+        "vocab": ("BPE", "vocab.json"),
+        "ranks": ("tiktoken", "tiktoken.model"),
+        "sp": ("SentencePiece unigram", "tokenizer.model"),
+    }
+    for name, fact in facts.items():
+        extra = 256 if name == "ranks" else 0  # inspect counts the file's own
+        assert fact and fact["tokens"] + extra == load_tokenizer(tmp_path / name).vocab_size
+    (tmp_path / "sp" / "tokenizer.model").write_bytes(b"\x0a\x00")
+    damaged = facts_of_files(tmp_path / "sp")
+    assert damaged and damaged["kind"] is None and "tokenizer.model" in damaged["problem"]
+    assert facts_of_files(tmp_path) is None
+
+
+def test_a_packed_model_is_old_where_its_tokenizer_changed(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "tokenizer.model", "merges.txt", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    names = {path.name for path in model_files(tmp_path)}
+    assert names == {"model.safetensors", "config.json", "tokenizer.model", "merges.txt"}

@@ -121,8 +121,8 @@ def place(entries: Iterable[AddedEntry], vocabulary: Mapping[str, int], where: s
             raise TokenizerError(f"token {id} is {taken[id]!r:.80} in {where}, but {entry.text!r:.80} was added as it")
         if id > last + MAX_GAP:
             raise TokenizerError(f"{entry.text!r:.80} was added as token {id}, but {where} ends at token {last}")
-        placed[entry.text] = taken_id = id
-        taken[taken_id] = entry.text
+        placed[entry.text] = id
+        taken[id] = entry.text
         last = max(last, id)
     return placed
 
