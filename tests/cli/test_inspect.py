@@ -127,6 +127,17 @@ def test_facts_of_a_small_directory(model: str, capsys: pytest.CaptureFixture[st
     assert "4 heads over 2 key/value heads of width 12; full" in switches
 
 
+@pytest.mark.parametrize(
+    "template", ["a", {"tool_use": "b", "default": "a"}, [{"name": "default", "template": "a"}]], ids=str
+)
+def test_the_template_is_shown_however_it_is_stored(
+    template: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tiny_model_dir(tmp_path)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert inspect(capsys, str(directory))["chat_template"] == "a"
+
+
 def test_layers_that_differ_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tiny_model_dir(tmp_path, "gemma3_text")
     assert main(["inspect", str(directory)]) == 0

@@ -318,7 +318,11 @@ REFUSED = {
         {"num_local_experts": ..., "num_experts": -2},
         r"num_experts=-2 must not be negative",
     ),
-    "a window before the token": ("qwen2_moe", {"sliding_window": -1}, r"sliding_window=-1 must not be negative"),
+    "a negative window that is off": (
+        "qwen3_moe",
+        {"sliding_window": -1, "use_sliding_window": False},
+        r"sliding_window=-1 must not be negative",
+    ),
     "none chosen": ("mixtral", {"num_experts_per_tok": 0}, r"num_experts_per_tok=0 must be at least 1"),
     "a step of 0": ("qwen2_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step=0 must be at least 1"),
     "dense layers that are no list": ("qwen3_moe", {"mlp_only_layers": 1}, r"mlp_only_layers=1 .* must be a list"),

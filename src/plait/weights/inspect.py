@@ -233,8 +233,10 @@ def _chat_template(path: Path, source: TensorSource) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     template = _optional_json(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, list | dict):
+        entries = template if isinstance(template, list) else []
+        named = template if isinstance(template, dict) else {}
+        named = named | {t.get("name"): t.get("template") for t in entries if isinstance(t, dict)}
         return named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None
 
