@@ -153,7 +153,7 @@ def test_every_family_names_the_class_that_transformers_loads_it_with() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert {name: family.architecture for name, family in families().items()} == {
-        name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in families()
+        name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.written_as] for name, family in families().items()
     }
 
 

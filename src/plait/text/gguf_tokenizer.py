@@ -136,7 +136,8 @@ def _listed(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
     """An array of elements of these types; an empty one where the key is absent."""
     value = metadata.get(_PREFIX + name, [])
     if not isinstance(value, list) or not set(map(type, value)) <= set(kinds):
-        raise TokenizerError(f"{_PREFIX}{name} must be an array of {kinds[0].__name__}, not {value!r:.80}")
+        wanted = {str: "texts", int: "whole numbers"}.get(kinds[0], "numbers")
+        raise TokenizerError(f"{_PREFIX}{name} must be an array of {wanted}, not {value!r:.80}")
     return value
 
 
