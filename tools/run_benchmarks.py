@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "decode": ("decode", "MODEL", *LLAMA, *FORMATS, "--context", "128,2048"),
     "prefill": ("prefill", "MODEL", *LLAMA, *FORMATS),
     "batch": ("batch", "MODEL", *LLAMA, *FORMATS),
+    "batch-random": ("batch", "MODEL", *LLAMA, "--requests", "32", "--random-lengths"),
     "decode-bf16": ("decode", "MODEL", "--dtype", "bf16", *LLAMA, "--peer", "transformers", "--peer-model", "BF16"),
     "prefill-bf16": ("prefill", "MODEL", "--dtype", "bf16", *LLAMA, "--peer", "transformers", "--peer-model", "BF16"),
     "serve-overhead": ("serve-overhead", "MODEL"),
@@ -66,7 +67,7 @@ QUICK: dict[str, dict[str, tuple[str, ...]]] = {
 }
 MODELS = tuple(QUICK)
 # Rows of these come into the README.
-SHOWN = ("decode", "prefill", "batch", "coldstart", "memory")
+SHOWN = ("decode", "prefill", "batch", "batch-random", "coldstart", "memory")
 
 
 def real_models() -> dict[str, Path]:
