@@ -11,12 +11,15 @@ import torch
 
 import plait
 from plait.errors import ConfigError, WeightError
+from plait.kernels.native import native_library, reason
 from plait.model.config import LatentAttentionSpec
 from plait.model.families import parse_config
 from plait.model.rope import rotary_numbers
 from plait.weights.checkpoint import open_checkpoint
 from plait.weights.gguf_config import gguf_config
+from plait.weights.pack import pack_checkpoint
 from plait.weights.sources import TensorInfo
+from plait.weights.store import second_name
 from tests.gguf_files import write_gguf
 
 # DeepSeek-V2-Lite as converters of 2024 describe it.
@@ -208,6 +211,40 @@ def test_halves_are_joined_in_the_shortest_type_that_holds_both(k: str, v: str, 
         stored[name] = rows.reshape(HALVES[name].shape)
     expected = np.concatenate((stored["attn_k_b"].transpose(0, 2, 1), stored["attn_v_b"]), 1).reshape(128, 32)
     assert np.array_equal(kv_b(path).numpy(), expected)
+
+
+@pytest.mark.skipif(native_library() is None, reason=f"no native library: {reason()}")
+@pytest.mark.parametrize(
+    ("k", "v", "layout", "expanded"),
+    [
+        ("Q8_0", "Q8_0", "BF16", "Q8_0 in two tensors"),
+        ("Q4_0", "Q8_0", "BF16", "Q4_0 and Q8_0 in two tensors"),
+        ("BF16", "Q8_0", "BF16", "Q8_0 in two tensors"),
+        ("Q8_0", "F16", "F32", "Q8_0 in two tensors"),
+        ("BF16", "BF16", "BF16", ""),
+        ("F32", "F32", "F32", ""),
+    ],
+)
+def test_the_native_plan_keeps_halves_of_blocks_in_16_bits(k: str, v: str, layout: str, expanded: str, tmp_path: Path):
+    """No plain number of the file is rounded; what decoding reads of the others, both layouts, has two bytes each."""
+    path = write(tmp_path / "m.gguf", attn_k_b=(k, HALVES["attn_k_b"]), attn_v_b=(v, HALVES["attn_v_b"]))
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    exact = kv_b(path)
+    store = pack_checkpoint(open_checkpoint(path))
+    kept = exact.bfloat16().float() if layout == "BF16" else exact
+    assert (store[name].layout, store[second_name(name)].layout) == (layout, layout)
+    assert np.array_equal(store.expand(name), kept.numpy())
+    turned = kept.reshape(2, 64, 32)[:, :32].transpose(1, 2)
+    assert np.array_equal(store.expand(second_name(name)), turned.numpy())
+    report = store.report
+    assert report.second_bytes == 2 * 32 * 32 * (2 if layout == "BF16" else 4)
+    assert report.expanded == ({expanded: 1} if expanded else {})
+    if expanded:
+        to = {"BF16": "bf16", "F32": "fp32"}[layout]
+        assert f"expanded to {to} at load: 1 {expanded}" in report.lines()
+        assert plait.load(path, "fp32").load_report.expanded == {expanded: 1}
+    wide = pack_checkpoint(open_checkpoint(path), "fp32")
+    assert wide[name].layout == "F32" and np.array_equal(wide.expand(name), exact.numpy())
 
 
 def test_halves_beside_the_whole_are_left_out_and_listed(tmp_path: Path):

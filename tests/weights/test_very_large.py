@@ -94,9 +94,68 @@ SHAPES: dict[str, tuple[dict[str, Any], Tensors, int]] = {
 }
 
 
-def deepseek_v3_tensors() -> Tensors:
-    """DeepSeek-V3's tensors as published: FP8 weights with a scale for every 128 x 128, 256 experts in 58 layers."""
-    hidden, tensors = 7168, []
+_FP8_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+# As published, but for what concerns only training. Both are 61 layers of 7168.
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 129_280,
+    "max_position_embeddings": 163_840,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": _FP8_BLOCKS,
+}
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "num_nextn_predict_layers": 0,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "vocab_size": 163_840,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 50_000,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 32},
+}
+# (configuration, files, parameters of the model as its authors count them)
+LATENT = {"deepseek-v3": (DEEPSEEK_V3, 163, 671.0e9), "kimi-k2": (KIMI_K2, 62, 1026.4e9)}
+
+
+def latent_tensors(c: dict[str, Any]) -> Tensors:
+    """The tensors as published: FP8 weights with a scale for every 128 x 128; behind the last layer, in DeepSeek-V3's
+    files, the one that predicts a further token."""
+    hidden, heads, rank, rope = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    tensors: Tensors = []
 
     def fp8(name: str, rows: int, columns: int) -> None:
         tensors.append((f"{name}.weight", (rows, columns), "F8_E4M3"))
@@ -107,32 +166,39 @@ def deepseek_v3_tensors() -> Tensors:
         fp8(f"{name}.up_proj", width, hidden)
         fp8(f"{name}.down_proj", hidden, width)
 
-    for n in range(61):
+    for n in range(c["num_hidden_layers"] + c["num_nextn_predict_layers"]):
         layer = f"model.layers.{n}"
         for name, rows, columns in [
-            ("q_a_proj", 1536, hidden),
-            ("q_b_proj", 24_576, 1536),
-            ("kv_a_proj_with_mqa", 576, hidden),
-            ("kv_b_proj", 32_768, 512),
-            ("o_proj", hidden, 16_384),
+            ("q_a_proj", c["q_lora_rank"], hidden),
+            ("q_b_proj", heads * (c["qk_nope_head_dim"] + rope), c["q_lora_rank"]),
+            ("kv_a_proj_with_mqa", rank + rope, hidden),
+            ("kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank),
+            ("o_proj", hidden, heads * c["v_head_dim"]),
         ]:
             fp8(f"{layer}.self_attn.{name}", rows, columns)
         for name, width in [
-            ("self_attn.q_a", 1536),
-            ("self_attn.kv_a", 512),
-            ("input", hidden),
-            ("post_attention", hidden),
+            ("self_attn.q_a_layernorm", c["q_lora_rank"]),
+            ("self_attn.kv_a_layernorm", rank),
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
         ]:
-            tensors.append((f"{layer}.{name}_layernorm.weight", (width,), "BF16"))
-        if n < 3:
-            feed_forward(f"{layer}.mlp", 18_432)
+            tensors.append((f"{layer}.{name}.weight", (width,), "BF16"))
+        if n < c["first_k_dense_replace"]:
+            feed_forward(f"{layer}.mlp", c["intermediate_size"])
             continue
-        tensors.append((f"{layer}.mlp.gate.weight", (256, hidden), "BF16"))
-        tensors.append((f"{layer}.mlp.gate.e_score_correction_bias", (256,), "F32"))
-        for expert in range(256):
-            feed_forward(f"{layer}.mlp.experts.{expert}", 2048)
-        feed_forward(f"{layer}.mlp.shared_experts", 2048)
-    ends = [("model.embed_tokens", (129_280, hidden)), ("lm_head", (129_280, hidden)), ("model.norm", (hidden,))]
+        experts = c["n_routed_experts"]
+        tensors.append((f"{layer}.mlp.gate.weight", (experts, hidden), "BF16"))
+        tensors.append((f"{layer}.mlp.gate.e_score_correction_bias", (experts,), "F32"))
+        for expert in range(experts):
+            feed_forward(f"{layer}.mlp.experts.{expert}", c["moe_intermediate_size"])
+        feed_forward(f"{layer}.mlp.shared_experts", c["moe_intermediate_size"])
+        if n >= c["num_hidden_layers"]:
+            extra = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+            extra |= {"shared_head.norm": (hidden,), "shared_head.head": (c["vocab_size"], hidden)}
+            extra |= {"embed_tokens": (c["vocab_size"], hidden)}
+            tensors.extend((f"{layer}.{name}.weight", shape, "BF16") for name, shape in extra.items())
+    table = (c["vocab_size"], hidden)
+    ends = [("model.embed_tokens", table), ("lm_head", table), ("model.norm", (hidden,))]
     return tensors + [(f"{name}.weight", shape, "BF16") for name, shape in ends]
 
 
@@ -159,21 +225,21 @@ def command(*words: str) -> tuple[dict[str, Any] | list[Any], float]:
     return json.loads(text), usage.ru_utime + usage.ru_stime
 
 
-def test_inspect_of_ninety_thousand_tensors_in_two_seconds(tmp_path: Path) -> None:
-    tensors = deepseek_v3_tensors()
+@pytest.mark.parametrize("name", LATENT)
+def test_inspect_of_a_hundred_thousand_tensors_in_two_seconds(tmp_path: Path, name: str) -> None:
+    config, files, published = LATENT[name]
+    tensors = latent_tensors(config)
     assert len(tensors) > 90_000
-    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61}
-    directory = sparse_checkpoint(tmp_path / "v3", config, tensors, num_shards=163)
+    directory = sparse_checkpoint(tmp_path / name, config, tensors, files)
     facts, seconds = command("inspect", str(directory), "--json")
     assert isinstance(facts, dict)
-    assert (facts["tensors"]["count"], facts["tensors"]["files"]) == (len(tensors), 163)
-    numbers = sum(prod(shape) for _, shape, dtype in tensors if dtype == "F8_E4M3")
-    assert facts["tensors"]["formats"]["F8_E4M3"] == {
-        "tensors": sum(dtype == "F8_E4M3" for *_, dtype in tensors),
-        "numbers": numbers,
-        "bytes": numbers,
-    }
-    assert numbers > 660e9 and seconds < LIMIT_S
+    assert facts["supported"], facts["problem"]
+    assert (facts["tensors"]["count"], facts["tensors"]["files"]) == (len(tensors), files)
+    stored = [prod(shape) for _, shape, dtype in tensors if dtype == "F8_E4M3"]
+    expected = {"tensors": len(stored), "numbers": sum(stored), "bytes": sum(stored)}
+    assert facts["tensors"]["formats"]["F8_E4M3"] == expected
+    assert facts["quantisation"]["weights"] == len(stored)
+    assert round(facts["config"]["parameters"]["total"], -8) == published and seconds < LIMIT_S
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -198,13 +264,20 @@ def test_models_answers_in_two_seconds(tmp_path: Path) -> None:
     assert rows[0]["kv_KiB_per_token"] == 94 * 4 * 256 * 2 / 1024 and seconds < LIMIT_S
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *LATENT])
 def test_the_decoder_is_built_of_shapes_alone(name: str) -> None:
-    config = parse_config(SHAPES[name][0])
+    """As many parameters as the files hold numbers, scales and the layer behind the last apart."""
+    raw = SHAPES[name][0] if name in SHAPES else LATENT[name][0]
+    tensors = SHAPES[name][1] if name in SHAPES else latent_tensors(raw)
+    config = parse_config(raw)
     decoder = build(config, torch.bfloat16, "meta")
     parameters = list(decoder.parameters())
     assert {parameter.device.type for parameter in parameters} == {"meta"}
-    assert sum(parameter.numel() for parameter in parameters) == config.param_counts()["total"]
+    behind = f"model.layers.{raw['num_hidden_layers']}."
+    counted = [prod(s) for key, s, _ in tensors if not key.startswith(behind) and not key.endswith("_scale_inv")]
+    assert sum(parameter.numel() for parameter in parameters) == config.param_counts()["total"] == sum(counted)
+    if name in LATENT:
+        assert round(sum(counted), -8) == LATENT[name][2]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
             x = ops.add(x, ops.embed(step.positions, self.model.embed_positions.weight, offset=c.position_offset))
         if self.training and c.embedding_dropout:
             x = ops.dropout(x, p=c.embedding_dropout)
-        angles = [_angles(step, table) for table in self.rotary_tables]
+        angles = [step_angles(step, table) for table in self.rotary_tables]
         for index, layer in enumerate(self.model.layers):
             x = layer(x, index, angles, step)
             if trace is not None and index in trace.layers:
@@ -127,11 +127,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., D]."""
-        head = self.lm_head
-        # The factor meets the hidden states and not the logits: fewer numbers, and the product stays last.
-        x: Any = hidden if self.config.logit_scale == 1.0 else ops.scale(hidden, factor=self.config.logit_scale)
-        x = ops.logits(x, head.weight, head.bias)
-        return ops.soft_cap(x, limit=self.config.logit_soft_cap) if self.config.logit_soft_cap else x
+        return head_logits(self.config, self.lm_head, hidden)
 
     def param_counts(self) -> dict[str, int]:
         """Parameters by part: total, active, embedding, head, attention, ffn_total, norms."""
@@ -145,7 +141,15 @@ class Decoder(nn.Module):
         save_pretrained(self, Path(directory))
 
 
-def _angles(step: MemoryStep, table: RotaryTable) -> Any:
+def head_logits(config: ModelConfig, head: Head, hidden: Any) -> Any:
+    """fp32 logits [..., V] of hidden states [..., D], with the model's factor and soft cap."""
+    # The factor meets the hidden states and not the logits: fewer numbers, and the product stays last.
+    x: Any = hidden if config.logit_scale == 1.0 else ops.scale(hidden, factor=config.logit_scale)
+    x = ops.logits(x, head.weight, head.bias)
+    return ops.soft_cap(x, limit=config.logit_soft_cap) if config.logit_soft_cap else x
+
+
+def step_angles(step: MemoryStep, table: RotaryTable) -> Any:
     """cos and sin for the step's tokens, [..., 2, d/2]."""
     common = {"inv_freq": table.inv_freq, "magnitude": table.magnitude}
     if not table.long_inv_freq:

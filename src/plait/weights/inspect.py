@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from heapq import nsmallest
@@ -45,10 +46,11 @@ def _inspect(path: Path, strict: bool) -> dict[str, Any]:
     config, raw, problem = _configuration(path, source, strict)
     document |= {"supported": config is not None, "problem": problem}
     document["config"] = _config_facts(config, raw)
-    document["quantisation"], quantisation_problem = _quantisation_facts(source, raw)
+    infos = [source.info(name) for name in source.names()]
+    document["quantisation"], quantisation_problem = _quantisation_facts(source, infos, raw)
     if document["supported"] and quantisation_problem is not None:
         document |= {"supported": False, "problem": quantisation_problem}
-    document["tensors"] = _tensor_facts(source)
+    document["tensors"] = _tensor_facts(infos)
     document["tokenizer"] = _tokenizer_facts(path, source)
     document["chat_template"] = _chat_template(path, source)
     document["memory"] = _memory_facts(config, document["tensors"])
@@ -106,7 +108,7 @@ def _config_facts(config: ModelConfig | None, raw: Mapping[str, Any] | None) -> 
 
 
 def _quantisation_facts(
-    source: TensorSource, raw: Mapping[str, Any] | None
+    source: TensorSource, infos: list[TensorInfo], raw: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
     """What config.json says of quantised weights and how many there are, and what is wrong with that."""
     if hasattr(source, "metadata") or not isinstance(raw, Mapping):
@@ -117,7 +119,7 @@ def _quantisation_facts(
             check_plain(source)
             return None, None
         with _no_collection():
-            weights, unused = collect(source, quantisation)
+            weights, unused = collect(infos, quantisation)
     except PlaitError as error:
         return None, str(error)
     counts = {"weights": len(weights), "unused": len(unused)}
@@ -127,20 +129,16 @@ def _quantisation_facts(
 # Tensors
 
 
-def _tensor_facts(source: TensorSource) -> dict[str, Any]:
+def _tensor_facts(infos: list[TensorInfo]) -> dict[str, Any]:
     """Counts and bytes by storage format, and the largest tensors."""
-    infos = [source.info(name) for name in source.names()]
     by_format: dict[str, list[TensorInfo]] = {}
     for info in infos:
         by_format.setdefault(info.format, []).append(info)
-    formats = {
-        name: {
-            "tensors": len(group),
-            "numbers": sum(prod(info.shape) for info in group),
-            "bytes": sum(info.nbytes for info in group),
-        }
-        for name, group in by_format.items()
-    }
+    formats = {}
+    for name, group in by_format.items():
+        shapes = Counter([info.shape for info in group])  # a large checkpoint has few
+        numbers = sum(prod(shape) * count for shape, count in shapes.items())
+        formats[name] = {"tensors": len(group), "numbers": numbers, "bytes": sum([info.nbytes for info in group])}
     largest = nsmallest(5, infos, key=lambda info: -info.nbytes)
     return {
         "count": len(infos),

@@ -2,7 +2,7 @@
 
 Converters since 2025 cut `attn_kv_b` [H (nope + v), r] in two: `attn_k_b` [H, r, nope], the rows that make each head's
 keys, transposed, and `attn_v_b` [H, v, r]. Blocks of the one run across the rows of the other, so that what is
-quantised is expanded to float32.
+quantised is expanded to float32; the native plan keeps it as it keeps other quantised types without a kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plait.errors import WeightError
 from plait.model.config import LatentAttentionSpec, ModelConfig
-from plait.weights.numbers import bf16_bits, float32_rows
+from plait.weights.numbers import BYTES, bf16_bits, float32_rows
 from plait.weights.sources import TensorInfo
 
 if TYPE_CHECKING:
@@ -65,7 +65,16 @@ class JoinedSource:
         storage = k.format if k.format == v.format and k.format in ("F16", "BF16") else "F32"
         shape = (a.num_heads * (a.nope_width + a.value_width), a.latent_width)
         nbytes = shape[0] * shape[1] * (4 if storage == "F32" else 2)
-        return replace(k, name=name, shape=shape, format=storage, nbytes=nbytes)
+        kinds = [kind for kind in dict.fromkeys((k.format, v.format)) if kind not in BYTES]
+        origin = f"{' and '.join(kinds)} in two tensors" if kinds else ""
+        return replace(k, name=name, shape=shape, format=storage, nbytes=nbytes, origin=origin)
+
+    def is_of_blocks(self, name: str) -> bool:
+        """Whether a tensor is joined of quantised blocks, or of these and BF16: numbers that BF16 is close enough to.
+        Its bytes are float32 all the same."""
+        parts = self._pairs[name][:2] if name in self._pairs else ()
+        shorter = {self._source.info(part).format for part in parts} - {"BF16"}
+        return bool(shorter) and not shorter & BYTES.keys()
 
     def _check(self, info: TensorInfo, shape: tuple[int, int, int]) -> None:
         """Heads may be an axis of their own or not."""

@@ -4,6 +4,7 @@ more."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def load(
     decoder = build(config, chosen, device)
     report = LoadReport(str(checkpoint.path), checkpoint.format, str(chosen).removeprefix("torch."), notes=notes)
     with torch.no_grad():
-        _fill(decoder, checkpoint, report, dropped)
+        fill_parameters(dict(decoder.named_parameters()), checkpoint, report, dropped)
     decoder.source = checkpoint.path
     report.parameters = decoder.param_counts()["total"]
     report.weight_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
@@ -65,8 +66,10 @@ def _check_device(device: str) -> None:
         raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 
-def _fill(decoder: Decoder, checkpoint: Checkpoint, report: LoadReport, dropped: list[str]) -> None:
-    parameters = dict(decoder.named_parameters())
+def fill_parameters(
+    parameters: Mapping[str, torch.Tensor], checkpoint: Checkpoint, report: LoadReport, dropped: list[str]
+) -> None:
+    """Fill parameters, by name, from a checkpoint; see `arrange`. report: gets formats and what was expanded."""
     source = checkpoint.source
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     for assignment in arrange(checkpoint, shapes, dropped, report).assignments:

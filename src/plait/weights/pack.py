@@ -164,7 +164,7 @@ def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped:
     stored: dict[str, set[str]] = {}
     for assignment in plan.assignments:
         for part in assignment.parts:
-            stored.setdefault(part.name, set()).add(checkpoint.source.info(assignment.file).format)
+            stored.setdefault(part.name, set()).add(_storage(checkpoint.source, assignment.file))
     layouts = {key: choose_layout(key, _common(kinds), len(shapes[key]), name) for key, kinds in stored.items()}
     report.expanded, report.expanded_to = _expanded(checkpoint, plan, layouts)
     report.kept = _kept(checkpoint, plan, layouts)
@@ -176,6 +176,13 @@ def plan_packing(checkpoint: Checkpoint, shapes: Shapes, dtype: object, dropped:
     report.dtype = describe_layouts(layouts, sizes)
     report.exact = exact_dtype(_formats(checkpoint, plan, layouts), name)
     return packing
+
+
+def _storage(source: Any, file: str) -> str:
+    """How a tensor is stored; of one that a source joins of quantised ones, a type that has no kernel."""
+    info = source.info(file)
+    joined = getattr(source, "is_of_blocks", None)
+    return info.origin if joined is not None and joined(file) else info.format
 
 
 def _common(kinds: set[str]) -> str:
@@ -196,7 +203,7 @@ def _formats(checkpoint: Checkpoint, plan: Plan, layouts: Mapping[str, str]) -> 
     counts: Counter[str] = Counter()
     for assignment in plan.assignments:
         if not all(keeps_float32(part.name) for part in assignment.parts):
-            storage, layout = checkpoint.source.info(assignment.file).format, layouts[assignment.parts[0].name]
+            storage, layout = _storage(checkpoint.source, assignment.file), layouts[assignment.parts[0].name]
             counts[storage if storage in (*PLAIN_FORMATS, *abi.LAYOUTS) or layout == VECTOR else layout] += 1
     return counts
 

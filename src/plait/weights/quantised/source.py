@@ -49,7 +49,7 @@ class QuantisedSource:
         self._ignored = Modules(quantisation.ignore)
         self._targets = [(scheme, Modules(scheme.targets)) for scheme in quantisation.schemes]
         infos = [source.info(name) for name in source.names()]
-        found, self.unused = collect(source, quantisation)
+        found, self.unused = collect(infos, quantisation)
         self.weights = {name: self._weight(name, parts, source.raw) for name, parts in found.items()}
         self._names = self._in_order(infos, found)
         self._infos: dict[str, TensorInfo] = {}
@@ -156,9 +156,9 @@ class QuantisedSource:
 # Collecting the parts of each weight. A part whose main tensor is missing is found too: the weight then says so.
 
 
-def collect(source: TensorSource, quantisation: Quantisation) -> tuple[Found, list[str]]:
+def collect(infos: list[TensorInfo], quantisation: Quantisation) -> tuple[Found, list[str]]:
     """The parts of every quantised weight, and the tensors that are left out. From the names and types alone."""
-    return _COLLECT[quantisation.method]([source.info(name) for name in source.names()])
+    return _COLLECT[quantisation.method](infos)
 
 
 def _by_suffix(roles: Mapping[str, str], infos: Iterable[TensorInfo]) -> Found:
@@ -192,19 +192,27 @@ def _collect_compressed(infos: list[TensorInfo]) -> tuple[Found, list[str]]:
 
 
 def _collect_fp8(infos: list[TensorInfo]) -> tuple[Found, list[str]]:
-    unused = [info.name for info in infos if info.name.endswith(_FP8_UNUSED)]
+    """A large checkpoint has 140,000 tensors: each is looked at once, and half of them are scales."""
     found: Found = {}
     scales: dict[str, TensorInfo] = {}
+    plain: list[TensorInfo] = []
     for info in infos:
-        if info.name.endswith(("_scale_inv", "weight_scale")):
-            suffix = "_scale_inv" if info.name.endswith("_inv") else "_scale"
-            other = scales.setdefault(info.name.removesuffix(suffix), info)
-            if other is not info:
-                raise WeightError(f"{info.file}: {other.name!r} and {info.name!r} are scales of the same weight")
-    for info in infos:
-        if info.format == "F8_E4M3" and not info.name.endswith(("_scale_inv", "_scale")):
-            found[info.name] = {"weight": info}
-        elif info.name in scales:
+        name = info.name
+        if name.endswith("_scale_inv"):
+            other = scales.setdefault(name[:-10], info)
+        elif info.format == "F8_E4M3" and not name.endswith("_scale"):
+            found[name] = {"weight": info}
+            continue
+        elif name.endswith("weight_scale"):
+            other = scales.setdefault(name[:-6], info)
+        else:
+            plain.append(info)
+            continue
+        if other is not info:
+            raise WeightError(f"{info.file}: {other.name!r} and {name!r} are scales of the same weight")
+    unused = [info.name for info in plain if info.name.endswith(_FP8_UNUSED)]
+    for info in plain:
+        if info.name in scales:
             found[info.name] = {"weight": info}  # of whatever type: the weight says which it should be
     for name, info in scales.items():
         found.setdefault(name, {})["scale"] = info
