@@ -17,6 +17,8 @@ from plait.weights.rows import Outgoing, OutTensor, Rows, turned
 
 _GATING = {"softmax": 1, "sigmoid": 2}
 _PLAIN = ("F32", "F16", "BF16")
+# llama.cpp tells DeepSeek-V2-Lite by its layers.
+_WITHOUT_QUERY_RANK = (26, 27)
 _KV_B = re.compile(r"(blk\.(\d+)\.attn_)kv_b\.weight")
 
 
@@ -56,10 +58,30 @@ def latent_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def yarn_multiplier(config: ModelConfig) -> dict[str, Any]:
-    """A tenth of mscale_all_dim."""
+    """A tenth of mscale_all_dim. ConfigError without one: llama.cpp then scales what it adds to the scores twice."""
     spec = config.rotary[0]
-    m_all = spec.scaling.get("mscale_all_dim") if spec.rope_type == "yarn" else None
-    return {"rope.scaling.yarn_log_multiplier": 0.1 * float(m_all)} if m_all else {}
+    if spec.rope_type != "yarn":
+        return {}
+    m_all = spec.scaling.get("mscale_all_dim")
+    if not m_all:
+        raise ConfigError(
+            f"this {config.model_type} cannot be written as GGUF: llama.cpp computes rope_type='yarn' without"
+            " mscale_all_dim in another way"
+        )
+    return {"rope.scaling.yarn_log_multiplier": 0.1 * float(m_all)}
+
+
+def latent_notes(config: ModelConfig) -> list[str]:
+    """What the file says, and llama.cpp takes otherwise."""
+    first, last = config.layers[0].attention, config.layers[-1].feed_forward
+    if not isinstance(first, LatentAttentionSpec):
+        return []
+    notes = []
+    if first.query_rank is None and len(config.layers) not in _WITHOUT_QUERY_RANK:
+        notes.append("there is no q_lora_rank: llama.cpp loads such a file only if it has 26 or 27 layers")
+    if isinstance(last, MixtureSpec) and last.router.groups and last.router.group_score == "best":
+        notes.append("llama.cpp scores a group of experts by its two best, this model by its best: texts may differ")
+    return notes
 
 
 def latent_experts(config: ModelConfig) -> dict[str, Any]:

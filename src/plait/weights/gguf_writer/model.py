@@ -26,7 +26,7 @@ from plait.weights.gguf_names import GGUF_NAMES
 from plait.weights.gguf_source import GGUFSource
 from plait.weights.gguf_types import TYPES_BY_NAME
 from plait.weights.gguf_writer.architectures import architecture_keys, architecture_of, rotary_tensors
-from plait.weights.gguf_writer.deepseek import SplitOutgoing
+from plait.weights.gguf_writer.deepseek import SplitOutgoing, latent_notes
 from plait.weights.gguf_writer.file import FileTensor
 from plait.weights.gguf_writer.recipes import Choice, Model, choose_type, file_type
 from plait.weights.hf_files import config_to_write
@@ -100,6 +100,7 @@ def model_contents(
     contents = GGUFContents(architecture_keys(config, infos, tables))
     contents.metadata["general.type"] = "model"
     contents.metadata["general.name"] = _model_name(config, source)
+    contents.notes += latent_notes(config)
     contents.metadata |= _tokenizer(config, source, contents, tokenizer)
     contents.metadata |= _origin(config, source, dtypes)
     experts = contents.metadata.get(f"{name}.expert_count", 0)
