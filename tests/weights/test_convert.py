@@ -320,6 +320,8 @@ def test_every_writer_has_names_and_a_reader_of_its_model_type() -> None:
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type='dynamic' has no place"),
         ("llama", {"hidden_act": "gelu"}, r"activation is 'gelu'"),
         ("qwen2moe", {"norm_topk_prob": True}, r"renormalise is 'always'"),
+        ("qwen2moe", {"mlp_only_layers": [0]}, r"layers\[0\]\.feed_forward is"),
+        ("qwen2moe", {"mlp_only_layers": [2]}, r"a qwen2_moe whose last layer has no experts cannot be written"),
     ],
 )
 def test_what_the_architecture_has_no_key_for_is_refused(

@@ -27,6 +27,7 @@ from plait.weights.gguf_writer.model import GGUFContents, copied_contents, model
 from plait.weights.gguf_writer.recipes import AUTO, check_type
 from plait.weights.hf_files import move_into_place
 from plait.weights.hf_writer import directory_contents, write_directory
+from plait.weights.joined import JoinedSource
 from plait.weights.locate import locate
 from plait.weights.pack import parameter_shapes
 from plait.weights.rows import CheckpointParameters, DecoderParameters, Parameters
@@ -46,7 +47,8 @@ def no_progress(total: int) -> Iterator[Callable[[int], None]]:
 class ConvertReport:
     """What was written. storages: tensors by type, [count, bytes]; fallbacks: [tensor, the type it would have had, the
     type it has]; copied: tensors whose bytes are the source's; expanded: quantised tensors of the source that were
-    computed anew, by type; skipped: tensors of the source that no target has."""
+    computed anew, by type; kept: weights of a quantised Hugging Face checkpoint whose numbers a block type holds, by
+    both; skipped: tensors of the source that no target has."""
 
     source: str
     target: str
@@ -57,6 +59,7 @@ class ConvertReport:
     storages: dict[str, list[int]] = field(default_factory=dict)
     copied: int = 0
     expanded: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
     fallbacks: list[list[str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,6 +76,8 @@ class ConvertReport:
         """For people."""
         kinds = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(self.storages.items(), key=lambda e: -e[1][1]))
         out = [f"{self.target}: {self.nbytes / 2**20:,.1f} MiB, {self.tensors} tensors ({kinds}), {self.seconds:.1f} s"]
+        if self.kept:
+            out.append("kept in blocks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items())))
         if self.expanded:
             was = ", ".join(f"{n} {kind}" for kind, n in sorted(self.expanded.items()))
             out.append(f"expanded first, since the source is quantised otherwise: {was}")
@@ -95,6 +100,7 @@ class ConvertReport:
             "types": {kind: {"tensors": n, "bytes": size} for kind, (n, size) in self.storages.items()},
             "copied": self.copied,
             "expanded": self.expanded,
+            "kept": self.kept,
             "fallbacks": [dict(zip(("tensor", "wanted", "type"), entry, strict=True)) for entry in self.fallbacks],
             "skipped": self.skipped,
             "notes": self.notes,
@@ -170,6 +176,7 @@ class _Model:
         self.config = config
         self.path = path
         self.skipped: list[str] = []
+        self.notes: list[str] = []
 
     @property
     def recorded(self) -> Mapping[str, Any]:
@@ -204,22 +211,26 @@ class _CheckpointModel(_Model):
 
     @property
     def recorded(self) -> Mapping[str, Any]:
-        source = self._checkpoint.source
-        return source.metadata if isinstance(source, GGUFSource) else {}
+        return getattr(self._checkpoint.source, "metadata", {})
 
     def parameters(self) -> Parameters:
         found = CheckpointParameters(self._checkpoint, parameter_shapes(self._checkpoint), self._dropped)
         self.skipped = [name for name in found.report.skipped if not name.startswith("rope_f")]
+        if found.report.quantised:
+            self.notes = [f"the source is quantised: {found.report.quantised}", *found.report.notes]
         return found
 
     def gguf_contents(self, type_name: str, tokenizer: bool, threads: int) -> GGUFContents:
         source = self._checkpoint.source
+        source = source.stored if isinstance(source, JoinedSource) else source
         if isinstance(source, GGUFSource):
             return copied_contents(source, type_name, tokenizer, threads)
         return super().gguf_contents(type_name, tokenizer, threads)
 
     def dtypes(self) -> Mapping[str, str]:
         source = self._checkpoint.source
+        if self._checkpoint.quantisation is not None:
+            return {}  # there is no dtype to go back to
         return {name: source.info(name).format for name in source.names()}
 
     def close(self) -> None:
@@ -275,8 +286,8 @@ def _check_target(path: Path, gguf: bool, force: bool) -> None:
 
 def _finish_report(report: ConvertReport, contents: Any, model: _Model) -> None:
     report.count(contents.tensors)
-    report.copied, report.expanded = contents.copied, dict(contents.expanded)
-    report.notes, report.skipped = contents.notes, model.skipped
+    report.copied, report.expanded, report.kept = contents.copied, dict(contents.expanded), dict(contents.kept)
+    report.notes, report.skipped = [*model.notes, *contents.notes], model.skipped
 
 
 def _write_file(path: Path, contents: GGUFContents, progress: Progress) -> None:

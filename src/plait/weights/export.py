@@ -17,6 +17,7 @@ from plait.model.families import family
 from plait.weights.hf_files import (
     config_to_write,
     move_into_place,
+    shard_files,
     write_generation_config,
     write_json,
     write_tokenizer,
@@ -116,24 +117,6 @@ def _write_weights(decoder: Decoder, directory: Path, shard_bytes: int) -> None:
     """model.safetensors, or numbered shards with an index where the weights exceed `shard_bytes`."""
     from safetensors.torch import save_file
 
-    sizes = _sizes(decoder)
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, size in sizes:
-        if size > room and shards[-1]:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= size
-    metadata = {"format": "pt"}
     tensors = hugging_face_tensors(decoder)
-    if len(shards) == 1:
-        save_file(dict(tensors), directory / "model.safetensors", metadata)
-        return
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards, 1):
-        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: next(tensors)[1] for name in names}, directory / file, metadata)
-        weight_map.update(dict.fromkeys(names, file))
-    total = {"total_size": sum(size for _, size in sizes)}
-    write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})
+    for file, names in shard_files(directory, _sizes(decoder), shard_bytes):
+        save_file({name: next(tensors)[1] for name in names}, file, {"format": "pt"})

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,31 @@ def set_dtype(raw: dict[str, Any], dtype: str) -> None:
     if raw.get("dtype", raw.get("torch_dtype")) != dtype:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
+
+
+def shard_files(
+    directory: Path, sizes: Sequence[tuple[str, int]], shard_bytes: int
+) -> Iterator[tuple[Path, list[str]]]:
+    """The files to write, each with its tensors, in their order: model.safetensors, or numbered shards and, when the
+    last of them is done, the index. sizes: name and bytes of every tensor."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, size in sizes:
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    if len(shards) == 1:
+        yield directory / "model.safetensors", shards[0]
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, 1):
+        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        yield directory / file, names
+        weight_map |= dict.fromkeys(names, file)
+    total = {"total_size": sum(size for _, size in sizes)}
+    write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})
 
 
 def write_tokenizer(source: Path | None, directory: Path) -> set[int]:

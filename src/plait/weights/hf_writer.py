@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import WeightError
 from plait.model.config import ModelConfig
 from plait.model.families import family
 from plait.weights.gguf_writer.file import FileTensor
@@ -21,14 +20,15 @@ from plait.weights.hf_files import (
     config_to_write,
     divisors_note,
     set_dtype,
+    shard_files,
     write_generation_config,
     write_json,
     write_tokenizer,
 )
 from plait.weights.original_config import DTYPES_KEY, GENERATION_KEY
-from plait.weights.rows import Outgoing, OutTensor, Parameters, Rows
+from plait.weights.rows import Outgoing, OutTensor, Parameters, turned
 from plait.weights.safetensors_writer import write_safetensors
-from plait.weights.transposed import matches
+from plait.weights.transposed import matches, turned_shape
 
 _STORAGE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -44,6 +44,7 @@ class DirectoryContents:
     tensors: list[FileTensor] = field(default_factory=list)
     copied: int = 0
     expanded: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)  # nothing: a directory has plain numbers
     notes: list[str] = field(default_factory=list)
 
 
@@ -60,23 +61,29 @@ def directory_contents(
     contents = DirectoryContents(config, config_to_write(config), notes=divisors_note(config))
     original = _original_dtypes(recorded) if dtype is None else None
     sizes: Counter[str] = Counter()
+    rounded: set[str] = set()
     for tensor in outgoing:
         storage = _STORAGE[dtype] if dtype is not None else _storage(tensor, original)
-        turned = matches(names.transposed, tensor.name)
+        turn = matches(names.transposed, tensor.name)
 
-        def data(tensor: OutTensor = tensor, storage: str = storage, turned: bool = turned) -> NDArray[np.uint8]:
+        def data(tensor: OutTensor = tensor, storage: str = storage, turn: bool = turn) -> NDArray[np.uint8]:
             rows = outgoing.read(tensor)
-            return encoded(_transposed(rows) if turned else rows, storage, tensor.name, threads)
+            return encoded(turned(rows) if turn else rows, storage, tensor.name, threads)
 
-        contents.tensors.append(FileTensor(tensor.name, tensor.shape[::-1] if turned else tensor.shape, storage, data))
-        contents.copied += tensor.storage == storage and not tensor.offset and not turned
-        contents.expanded.update(kind for kind in tensor.stored if kind not in ("F64", *_DTYPES))
+        shape = turned_shape(tensor.shape) if turn else tensor.shape
+        contents.tensors.append(FileTensor(tensor.name, shape, storage, data))
+        contents.copied += tensor.is_copied(storage) and not turn
+        quantised = [kind for kind in tensor.stored if kind not in ("F64", *_DTYPES)]
+        contents.expanded.update(quantised)
+        if quantised and storage not in ("F32", tensor.storage):
+            rounded.add(_DTYPES[storage])
         sizes[storage] += contents.tensors[-1].nbytes
     main = max(sizes, key=lambda name: sizes[name])
     if original is None or original[0] not in _DTYPES:
         set_dtype(contents.raw, _DTYPES[main])
-    if contents.expanded and main != "F32":
-        contents.notes.append(f"quantised tensors are rounded to {_DTYPES[main]}; --dtype fp32 keeps every digit")
+    if rounded:
+        kinds = " and ".join(sorted(rounded))
+        contents.notes.append(f"quantised tensors are rounded to {kinds}; --dtype fp32 keeps every digit")
     return contents
 
 
@@ -129,36 +136,10 @@ def _object(text: Any) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _transposed(rows: Rows) -> Rows:
-    """A plain matrix [out, in] as [in, out]."""
-    kinds = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-    size = rows.data.shape[-1] // rows.columns
-    if rows.data.shape[-1] % rows.columns or size not in kinds:
-        raise WeightError(f"a matrix stored as {rows.storage} cannot be transposed")
-    numbers = np.ascontiguousarray(rows.data).view(kinds[size])
-    data = np.ascontiguousarray(numbers.T).view(np.uint8)
-    return Rows(rows.shape[::-1], rows.storage, data, rows.offset)
-
-
 def _write_weights(
     tensors: Sequence[FileTensor], directory: Path, shard_bytes: int, done: Callable[[FileTensor], None]
 ) -> None:
     """model.safetensors, or numbered shards with an index where the weights exceed `shard_bytes`."""
-    shards: list[list[FileTensor]] = [[]]
-    room = shard_bytes
-    for tensor in tensors:
-        if tensor.nbytes > room and shards[-1]:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(tensor)
-        room -= tensor.nbytes
-    if len(shards) == 1:
-        write_safetensors(directory / "model.safetensors", tensors, done)
-        return
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards, 1):
-        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(directory / file, shard, done)
-        weight_map |= {tensor.name: file for tensor in shard}
-    total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
-    write_json(directory / "model.safetensors.index.json", {"metadata": total, "weight_map": weight_map})
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for file, names in shard_files(directory, [(tensor.name, tensor.nbytes) for tensor in tensors], shard_bytes):
+        write_safetensors(file, [by_name[name] for name in names], done)

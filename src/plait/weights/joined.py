@@ -42,12 +42,13 @@ def joined(source: Any, config: ModelConfig) -> Any:
 
 
 class JoinedSource:
-    """A TensorSource over another one. pairs: a name that it adds -> those of keys and values, which it takes away."""
+    """A TensorSource over another one, `stored`. pairs: a name that it adds -> those of keys and values, which it
+    takes away."""
 
     def __init__(self, source: Any, pairs: dict[str, tuple[str, str, LatentAttentionSpec]]) -> None:
         self.path: Path = source.path
         self.metadata, self.file = source.metadata, source.file
-        self._source = source
+        self.stored = self._source = source
         self._pairs = pairs
         self._whole = {pair[0]: whole for whole, pair in pairs.items()}
         self._gone = {pair[1] for pair in pairs.values()}

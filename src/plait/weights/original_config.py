@@ -31,6 +31,7 @@ DTYPES_KEY = "plait.dtypes"
 _IGNORED = frozenset(
     [
         "model_type",
+        "next_token_layers",
         "raw",
         "rotary",
         "eos_token_ids",

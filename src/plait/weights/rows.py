@@ -24,7 +24,9 @@ from plait.weights.arrange import LoadReport, arrange
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.gguf_types import TYPES_BY_NAME, BlockType, row_bytes
 from plait.weights.mapping import Assignment, BoundMap, Part
-from plait.weights.numbers import BYTES, expand_rows
+from plait.weights.numbers import BYTES, expand_rows, float32_rows
+from plait.weights.sources import TensorInfo, TensorSource
+from plait.weights.transposed import turned_shape
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -82,6 +84,22 @@ def stored_rows(shape: Shape, storage: str, raw: Bytes, name: str) -> Rows:
     return Rows(shape, storage, raw.reshape(*lead, -1))
 
 
+def source_rows(source: TensorSource, name: str, shape: Shape) -> Rows:
+    """A tensor of a checkpoint as rows of this shape; what no layout holds, such as FP8 with its scales, expanded."""
+    info = source.info(name)
+    if not _is_expanded(info):
+        return stored_rows(shape, info.format, source.raw(name), name)
+    values = np.ascontiguousarray(float32_rows(source, name))
+    return Rows(shape, "F32", values.view(np.uint8).reshape(*(shape[:-1] if len(shape) > 1 else shape), -1))
+
+
+def _is_expanded(info: TensorInfo) -> bool:
+    """Whether a weight that is made of several stored tensors fits into no layout."""
+    kind = TYPES_BY_NAME.get(info.format)
+    holds = info.format in _FLOATS or (kind is not None and kind.block_size > 1)
+    return bool(info.origin) and not holds
+
+
 class Parameters(Protocol):
     """Where the numbers of our parameters come from, by parameter name."""
 
@@ -89,6 +107,10 @@ class Parameters(Protocol):
 
     def storages(self, name: str) -> set[str]:
         """How they are stored; more than one where several tensors of a file fill the parameter."""
+        ...
+
+    def origins(self, name: str) -> set[str]:
+        """The quantised formats, for people, of weights that a checkpoint keeps as several tensors."""
         ...
 
     def offset(self, name: str) -> float:
@@ -118,9 +140,14 @@ class CheckpointParameters:
                 self._pieces.setdefault(part.name, []).append((assignment, part))
 
     def storages(self, name: str) -> set[str]:
-        found = {self._source.info(assignment.file).format for assignment, _ in self._pieces[name]}
-        quantised_vector = len(self.shapes[name]) == 1 and any(storage not in BYTES for storage in found)
-        return {"F32"} if quantised_vector else found
+        infos = [self._source.info(assignment.file) for assignment, _ in self._pieces[name]]
+        found = {"F32" if _is_expanded(info) else info.format for info in infos}
+        vectors = len(self.shapes[name]) < (3 if self._pieces[name][0][1].place else 2)
+        return {"F32"} if vectors and any(storage not in BYTES for storage in found) else found
+
+    def origins(self, name: str) -> set[str]:
+        found = {self._source.info(assignment.file).origin for assignment, _ in self._pieces[name]}
+        return found - {""}
 
     def offset(self, name: str) -> float:
         return self._pieces[name][0][0].offset
@@ -131,28 +158,35 @@ class CheckpointParameters:
         (first, part), *more = pieces
         if not more and part.place is None:
             return first
-        if len({piece.storage for piece, _ in pieces}) > 1:
+        found = {piece.storage for piece, _ in pieces}
+        if len(found) > 1 or (len(shape) < 3 and not found <= BYTES.keys()):
             pieces = [(piece.as_float32(), part) for piece, part in pieces]
         first = pieces[0][0]
-        out = np.empty((*shape[:-1], first.data.shape[-1]), np.uint8)
+        out: Bytes | None = None
         for piece, part in pieces:
-            target = out if part.place is None else part.place.of(out)
-            target[...] = piece.data.reshape(target.shape)
-        return Rows(shape, first.storage, out)
+            assert part.place is not None, name
+            (e0, e1), (r0, r1) = part.place.experts, part.place.rows
+            data = part.place.from_file(piece.data.reshape(e1 - e0, r1 - r0, -1))
+            if out is None:
+                out = np.empty((*shape[:2], data.shape[-1]), np.uint8)
+            part.place.of(out)[...] = data
+        assert out is not None
+        return Rows(shape, first.storage, out.reshape(*shape[:-1], -1), first.offset)
 
     def release(self, name: str) -> None:
         for assignment, _ in self._pieces[name]:
             self._source.release(assignment.file)
 
     def _piece(self, assignment: Assignment, part: Part, shape: Shape) -> Rows:
-        info = self._source.info(assignment.file)
-        rows = stored_rows(info.shape, info.format, self._source.raw(assignment.file), assignment.file)
+        stored = tuple(self._source.info(assignment.file).shape)
+        stored = stored[1:] if assignment.one_row and len(stored) > 1 else stored
+        rows = source_rows(self._source, assignment.file, stored)
         data = rows.data if part.rows is None else rows.data[part.rows]
         if part.place is None:
-            if len(info.shape) == 1 and len(shape) == 2:  # a matrix of one row, stored as a vector
+            if len(stored) == 1 and len(shape) == 2:  # a matrix of one row, stored as a vector
                 data = np.ascontiguousarray(data).reshape(1, -1)
             return Rows(shape, rows.storage, data, assignment.offset)
-        return Rows((*data.shape[:-1], shape[-1]), rows.storage, data, assignment.offset)
+        return replace(rows, data=data, offset=assignment.offset)
 
 
 class DecoderParameters:
@@ -167,6 +201,9 @@ class DecoderParameters:
 
     def storages(self, name: str) -> set[str]:
         return {self._storages[name]}
+
+    def origins(self, name: str) -> set[str]:
+        return set()
 
     def offset(self, name: str) -> float:
         return 0.0
@@ -183,13 +220,16 @@ class DecoderParameters:
     def release(self, name: str) -> None: ...
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMBERS = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
 _STORAGES = {"float64": "F32", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
 class OutTensor:
     """A tensor of the file that is to be written. storage: how its numbers are stored where they come from, "F32" where
-    they are computed (an offset) or come from tensors of several types; stored: the types as they are there."""
+    they are computed (an offset) or come from tensors of several types; stored: the types as they are there, for
+    people. made: the bytes are no tensor's of the source (a quantised weight of several, a changed one)."""
 
     name: str
     shape: Shape
@@ -197,6 +237,11 @@ class OutTensor:
     storage: str
     stored: frozenset[str]
     offset: float
+    made: bool = False
+
+    def is_copied(self, storage: str) -> bool:
+        """Whether a tensor that is written as this type has the source's own bytes."""
+        return self.storage == storage and not self.offset and not self.made
 
 
 class Outgoing:
@@ -226,7 +271,10 @@ class Outgoing:
         (part, *more) = assignment.parts
         if part.place is not None:
             whole = self._rows(part.name)
-            rows = replace(whole, shape=tensor.shape, data=part.place.of(whole.data))
+            if len(whole.shape) < 3 and whole.storage not in BYTES:
+                whole = whole.as_float32()
+            stack = whole.data.reshape(*whole.shape[:2], -1)
+            rows = replace(whole, data=part.place.to_file(part.place.of(stack)))
         elif not more and part.rows is None:
             rows = self._rows(part.name)
         else:
@@ -239,11 +287,11 @@ class Outgoing:
             rows = replace(pieces[0], data=data)
         for p in assignment.parts:
             self._done(p.name)
-        return _vector(rows, tensor.shape, tensor.offset)
+        return _in_shape(rows, tensor.shape, tensor.offset)
 
     def _describe(self, assignment: Assignment) -> OutTensor:
         shapes = [self._parameters.shapes[part.name] for part in assignment.parts]
-        shape: Shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+        shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
         place = assignment.parts[0].place
         if place is not None:
             (e0, e1), (r0, r1) = place.experts, place.rows
@@ -252,12 +300,18 @@ class Outgoing:
                 shape = shape[1:]
         if assignment.file.endswith(self._squeeze) and self._squeeze and shape[0] == 1:
             shape = shape[1:]
-        stored = frozenset().union(*(self._parameters.storages(part.name) for part in assignment.parts))
-        offset = self._parameters.offset(assignment.parts[0].name) - assignment.offset
-        storage = next(iter(stored)) if len(stored) == 1 and not offset else "F32"
-        if len(shape) == 1 and storage not in BYTES:
+        if assignment.one_row:
+            shape = (1, *shape)
+        names = [part.name for part in assignment.parts]
+        storages = set().union(*map(self._parameters.storages, names))
+        origins = set().union(*map(self._parameters.origins, names))
+        offset = self._parameters.offset(names[0]) - assignment.offset
+        storage = next(iter(storages)) if len(storages) == 1 and not offset else "F32"
+        vectors = len(shape) == 1 or (place is not None and len(shapes[0]) < 3)
+        if vectors and storage not in BYTES:
             storage = "F32"
-        return OutTensor(assignment.file, shape, assignment, storage, stored, offset)
+        stored = frozenset(origins or storages)
+        return OutTensor(assignment.file, shape, assignment, storage, stored, offset, bool(origins))
 
     def _is_whole(self, file: str) -> bool:
         """Whether a rule without an expert's number gave this name: its tensor has an axis of experts, even of one."""
@@ -278,14 +332,21 @@ class Outgoing:
             self._parameters.release(name)
 
 
-def _vector(rows: Rows, shape: Shape, offset: float) -> Rows:
-    """The rows in the file's shape, with the offset that is left; a matrix of one row may become a vector."""
-    data = rows.data
+def _in_shape(rows: Rows, shape: Shape, offset: float) -> Rows:
+    """The rows in the file's shape, with the offset that is left; a matrix of one row may become a vector, and a vector
+    such a matrix."""
     if len(shape) == 1 and len(rows.shape) > 1:
-        return stored_rows(shape, rows.storage, np.ascontiguousarray(data).reshape(-1), "")
-    if len(shape) > 1:
-        data = data.reshape(*shape[:-1], -1)
-    return Rows(shape, rows.storage, data, offset)
+        return stored_rows(shape, rows.storage, np.ascontiguousarray(rows.data).reshape(-1), "")
+    return Rows(shape, rows.storage, rows.data.reshape(*(shape[:-1] if len(shape) > 1 else shape), -1), offset)
+
+
+def turned(rows: Rows) -> Rows:
+    """A matrix [out, in], or a stack of them, as [in, out]; quantised ones are expanded."""
+    if rows.storage not in _NUMBERS:
+        rows = rows.as_float32()
+    numbers = np.ascontiguousarray(rows.data).view(_NUMBERS[rows.storage])
+    data = np.ascontiguousarray(numbers.swapaxes(-1, -2)).view(np.uint8)
+    return Rows(turned_shape(rows.shape), rows.storage, data, rows.offset)
 
 
 def tensor_bytes(shape: Shape, storage: str) -> int:

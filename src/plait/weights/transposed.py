@@ -25,7 +25,8 @@ def matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def _turned_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def turned_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a matrix, or of a stack of them, with its last two axes exchanged."""
     return (*shape[:-2], *shape[:-3:-1])
 
 
@@ -42,7 +43,7 @@ class TransposedSource:
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return replace(info, shape=_turned_shape(info.shape)) if name in self._turned else info
+        return replace(info, shape=turned_shape(info.shape)) if name in self._turned else info
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self._source.read(name, dtype)

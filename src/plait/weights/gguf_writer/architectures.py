@@ -20,6 +20,7 @@ from plait.model.families import parse_config
 from plait.model.rope import rotary_numbers
 from plait.weights.gguf_config import gguf_config
 from plait.weights.gguf_dense import FACTORS
+from plait.weights.gguf_writer.deepseek import last_mixture, latent_experts, latent_sizes, yarn_multiplier
 from plait.weights.original_config import first_difference
 from plait.weights.sources import TensorInfo
 
@@ -92,8 +93,7 @@ def _experts(config: ModelConfig) -> Keys:
 
 
 def _expert_widths(config: ModelConfig) -> Keys:
-    mixture = config.layers[-1].feed_forward
-    assert isinstance(mixture, MixtureSpec)
+    mixture = last_mixture(config)
     keys = {"expert_feed_forward_length": mixture.width}
     return keys | ({"expert_shared_feed_forward_length": mixture.shared.width} if mixture.shared else {})
 
@@ -165,6 +165,9 @@ WRITERS: Mapping[str, Writer] = {
     "granite": Writer(("granite",), (*_LLAMA, _granite)),
     "smollm3": Writer(("smollm3",), _LLAMA),
     "gptneox": Writer(("gpt_neox",), (_sizes, _layer_norm, _rope, _gptneox)),
+    "deepseek2": Writer(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"), (latent_sizes, _rms, _rope, yarn_multiplier, latent_experts)
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from plait.errors import PlaitError, TokenizerError
 from plait.jsonfile import read_json_if_there
 from plait.model.config import ModelConfig
 from plait.model.families import parse_config
+from plait.model.quantisation import without_quantisation
 from plait.text.gguf_export import notes as tokenizer_notes
 from plait.text.gguf_export import tokenizer_metadata
 from plait.text.tokenizer import load_tokenizer
@@ -25,6 +26,7 @@ from plait.weights.gguf_names import GGUF_NAMES
 from plait.weights.gguf_source import GGUFSource
 from plait.weights.gguf_types import TYPES_BY_NAME
 from plait.weights.gguf_writer.architectures import architecture_keys, architecture_of, rotary_tensors
+from plait.weights.gguf_writer.deepseek import SplitOutgoing, latent_notes
 from plait.weights.gguf_writer.file import FileTensor
 from plait.weights.gguf_writer.recipes import Choice, Model, choose_type, file_type
 from plait.weights.hf_files import config_to_write
@@ -45,20 +47,24 @@ _QUANTISATION_VERSION = 2
 @dataclass
 class GGUFContents:
     """What a file will hold. choices: the type of every tensor; copied: tensors whose bytes are the source's own;
-    expanded: of quantised ones that are not, how many of each type; wanted otherwise: see `Choice`."""
+    expanded: of quantised ones that are not, how many of each type; kept: quantised weights of several tensors whose
+    numbers are in blocks now, by both formats; wanted otherwise: see `Choice`."""
 
     metadata: dict[str, Any]
     tensors: list[FileTensor] = field(default_factory=list)
     choices: dict[str, Choice] = field(default_factory=dict)
     copied: int = 0
     expanded: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, tensor: FileTensor, choice: Choice, stored: frozenset[str], copied: bool) -> None:
+    def add(self, tensor: FileTensor, choice: Choice, stored: frozenset[str], copied: bool, kept: bool = False) -> None:
         self.tensors.append(tensor)
         self.choices[tensor.name] = choice
         self.copied += copied
-        if not copied:
+        if kept:
+            self.kept.update(f"{kind} as {tensor.storage}" for kind in stored)
+        elif not copied:
             self.expanded.update(kind for kind in stored if kind not in _PLAIN)
 
     def finish(self, type_name: str) -> GGUFContents:
@@ -88,12 +94,13 @@ def model_contents(
     """
     name = architecture_of(config)
     tables = rotary_tensors(config)
-    outgoing = Outgoing(parameters, config, GGUF_NAMES[name], SQUEEZED)
+    outgoing = SplitOutgoing(Outgoing(parameters, config, GGUF_NAMES[name], SQUEEZED), config)
     infos = {t.name: TensorInfo(t.name, t.shape, "F32", 0, "", 0) for t in outgoing}
     infos |= {key: TensorInfo(key, table.shape, "F32", table.nbytes, "", 0) for key, table in tables.items()}
     contents = GGUFContents(architecture_keys(config, infos, tables))
     contents.metadata["general.type"] = "model"
     contents.metadata["general.name"] = _model_name(config, source)
+    contents.notes += latent_notes(config)
     contents.metadata |= _tokenizer(config, source, contents, tokenizer)
     contents.metadata |= _origin(config, source, dtypes)
     experts = contents.metadata.get(f"{name}.expert_count", 0)
@@ -107,8 +114,9 @@ def model_contents(
         def data(tensor: OutTensor = tensor, storage: str = choice.storage) -> NDArray[np.uint8]:
             return encoded(outgoing.read(tensor), storage, tensor.name, threads)
 
-        same = choice.storage == tensor.storage and not tensor.offset
-        contents.add(FileTensor(tensor.name, tensor.shape, choice.storage, data), choice, tensor.stored, same)
+        file_tensor = FileTensor(tensor.name, tensor.shape, choice.storage, data)
+        kept = tensor.made and choice.storage == tensor.storage and choice.storage not in _PLAIN
+        contents.add(file_tensor, choice, tensor.stored, tensor.is_copied(choice.storage), kept)
     return contents.finish(type_name)
 
 
@@ -213,7 +221,8 @@ def _origin(config: ModelConfig, source: Path | None, dtypes: Mapping[str, str])
     except PlaitError:
         told = False
     if told and dict(config.raw):
-        keys[CONFIG_KEY] = json.dumps(dict(config.raw) if _is_told(config) else raw, ensure_ascii=False)
+        plain = without_quantisation(config.raw)
+        keys[CONFIG_KEY] = json.dumps(plain if _is_told(config) else raw, ensure_ascii=False)
     if dtypes:
         (default, _), *_ = Counter(dtypes.values()).most_common(1)
         others = {name: storage for name, storage in dtypes.items() if storage != default}

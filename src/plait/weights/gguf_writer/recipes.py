@@ -76,7 +76,6 @@ TYPE_NAMES = (*ENCODERS, *RECIPES)
 
 # Where attention's values are: the matrix may hold q and k, or more of them, too.
 _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
-_KINDS = (*_VALUES, "attn_k", "attn_output", "ffn_down")
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,8 @@ def _mixed(recipe: Recipe, name: str, model: Model) -> str:
     found = re.match(r"blk\.(\d+)\.(\w+)", name)
     if found is None:
         return recipe.base
-    layer, kind = int(found[1]), next((k for k in _KINDS if found[2].startswith(k)), "")
+    # Experts' matrices count as ffn_down; the halves of latent attention's kv_b (attn_v_b) as nothing of their own.
+    layer, kind = int(found[1]), "ffn_down" if found[2].startswith("ffn_down") else found[2]
     values = kind in _VALUES
     rule = "attn_v" if values else kind
     if model.experts == 8 and rule in recipe.eight_experts:
