@@ -8,11 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from plait.errors import WeightError
+from plait.errors import UsageError, WeightError
 from plait.weights.convert import convert
 from tests.weights.converting import model_directory
 
@@ -104,3 +106,36 @@ def test_the_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert (tmp_path / "x.gguf").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x"])
+def test_what_appears_meanwhile_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """Another convert to the same target that was quicker, for one."""
+    directory, target = model_directory(tmp_path, "llama"), tmp_path / name
+    theirs = target if name.endswith(".gguf") else target / "config.json"
+
+    @contextmanager
+    def meanwhile(total: int) -> Iterator[Callable[[int], None]]:
+        yield lambda done: None
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_text("theirs")
+
+    with pytest.raises(UsageError, match="exists already"):
+        convert(directory, target, progress=meanwhile)
+    assert theirs.read_text() == "theirs" and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [directory.name, name]
+    )
+    convert(directory, target, progress=meanwhile, force=True)
+    assert theirs.stat().st_size > 100
+
+
+def test_a_link_is_followed_where_it_leads_somewhere(tmp_path: Path) -> None:
+    directory, link = model_directory(tmp_path, "llama"), tmp_path / "link.gguf"
+    for leads in (link, tmp_path / "no/where.gguf"):
+        link.symlink_to(leads)
+        with pytest.raises(UsageError, match=r"link\.gguf is a link that leads nowhere"):
+            convert(directory, link)
+        link.unlink()
+    link.symlink_to(tmp_path / "there.gguf")
+    convert(directory, link)
+    assert link.is_symlink() and (tmp_path / "there.gguf").is_file()

@@ -144,7 +144,7 @@ def convert(
             contents = model.gguf_contents(type_name, tokenizer, threads)
             report.fallbacks = [[name, c.wanted, c.storage] for name, c in contents.choices.items() if c.fell_back]
             _finish_report(report, contents, model)
-            _write_file(path, contents, progress)
+            _write_file(path, contents, progress, force)
             report.nbytes = path.stat().st_size
         else:
             written = directory_contents(model.config, model.parameters(), dtype, model.recorded, threads)
@@ -161,7 +161,7 @@ def convert(
                     done=done,
                 )
 
-            _write_whole_directory(path, fill, written.tensors, progress)
+            _write_whole_directory(path, fill, written.tensors, progress, force)
             report.nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     finally:
         model.close()
@@ -279,6 +279,9 @@ def _check_target(path: Path, gguf: bool, force: bool) -> None:
     taken = path.exists() if gguf else path.is_dir() and any(path.iterdir())
     if taken and not force:
         raise UsageError(f"{path} exists already: --force replaces it")
+    real = Path(os.path.realpath(path))
+    if path.is_symlink() and (real.is_symlink() or not real.parent.is_dir()):
+        raise UsageError(f"{path} is a link that leads nowhere: remove it, or choose another target")
     parent = path.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{parent} is no directory: make it first, or choose another target")
@@ -290,7 +293,7 @@ def _finish_report(report: ConvertReport, contents: Any, model: _Model) -> None:
     report.notes, report.skipped = [*model.notes, *contents.notes], model.skipped
 
 
-def _write_file(path: Path, contents: GGUFContents, progress: Progress) -> None:
+def _write_file(path: Path, contents: GGUFContents, progress: Progress, force: bool) -> None:
     total = sum(tensor.nbytes for tensor in contents.tensors)
     path = path.resolve()  # a link stays one
     with _failing_whole(path, total):
@@ -302,6 +305,7 @@ def _write_file(path: Path, contents: GGUFContents, progress: Progress) -> None:
                 write_gguf(temporary, contents.metadata, contents.tensors, lambda tensor: advance(tensor.nbytes))
             _sync(temporary)
             os.chmod(temporary, 0o666 & ~_umask())
+            _check_target(path, True, force)  # another one may have been written meanwhile
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -312,6 +316,7 @@ def _write_whole_directory(
     fill: Callable[[Path, Callable[[FileTensor], None]], None],
     tensors: list[FileTensor],
     progress: Progress,
+    force: bool,
 ) -> None:
     total = sum(tensor.nbytes for tensor in tensors)
     path = path.resolve()
@@ -322,6 +327,7 @@ def _write_whole_directory(
                 fill(temporary, lambda tensor: advance(tensor.nbytes))
             for file in temporary.rglob("*.safetensors"):
                 _sync(file)
+            _check_target(path, False, force)
             move_into_place(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
