@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "plait"
 
 # From the bottom up; folders in one row may import one another.
 ROWS: list[set[str]] = [
-    {"errors", "jsonfile", "cachefile"},
+    {"errors", "jsonfile", "cachefile", "patterns"},
     {"ops"},
     {"kernels"},
     {"memory"},

@@ -34,8 +34,6 @@ def read_compressed(block: Block) -> tuple[Quantisation, frozenset[str]]:
         schemes.append(scheme)
         stored |= fixed
     ignore = block.names("ignore")
-    for scheme in schemes:
-        _check_patterns((*scheme.targets, *ignore), block.what)
     title = "compressed-tensors, " + " and ".join(dict.fromkeys(_title(scheme) for scheme in schemes))
     return Quantisation("compressed-tensors", title, tuple(schemes), ignore, activation_notes(stored)), _HARMLESS
 
@@ -103,15 +101,6 @@ def _block(keys: Block) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in value):
         raise keys.error("block_structure", value, "must be two positive numbers: rows and columns of a block")
     return value[0], value[1]
-
-
-def _check_patterns(patterns: tuple[str, ...], what: str) -> None:
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except (re.error, RecursionError, OverflowError) as problem:
-                raise ConfigError(f"{what}: {pattern!r:.80} is not a regular expression: {problem}") from None
 
 
 def _title(scheme: WeightScheme) -> str:

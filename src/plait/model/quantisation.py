@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import ConfigError
+from plait.patterns import compile_pattern
 
 log = logging.getLogger("plait.config")
 
@@ -88,13 +89,19 @@ class Block:
         return value.lower()
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """The texts of all these lists."""
+        """The texts of all these lists; those that begin with "re:" are expressions that can be matched."""
         found: list[str] = []
         for key in keys:
             value = self(key, [])
             if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                 raise self.error(key, value, "must be a list of module names")
             found += value
+        for name in found:
+            if name.startswith("re:"):
+                try:
+                    compile_pattern(name[3:])
+                except ValueError as problem:
+                    raise ConfigError(f"{self.what}: {name!r:.80} {problem}") from None
         return tuple(found)
 
     def refuse(self, *keys: str) -> None:

@@ -15,14 +15,10 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.jsonfile import read_json
+from plait.patterns import compile_pattern
 
 CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1 << 16
-# A pattern is matched with every module's name: one that can go back and forth without end is refused.
-_MAX_PATTERN = 2000
-_MAX_REPEATS = 4
-_MANY = 16
-_NEVER = 1000
 
 # Of no consequence for what a finished adapter computes.
 _IGNORED = frozenset(
@@ -221,16 +217,10 @@ class _Reader:
 
     def pattern(self, key: str, text: str, before: str = "", after: str = "") -> re.Pattern[str]:
         """A compiled expression. ConfigError for one that is none, or whose matching might not end in time."""
-        if len(text) > _MAX_PATTERN:
-            raise self.error(key, f"has an expression of {len(text)} characters, at most {_MAX_PATTERN} are read")
         try:
-            parsed = re._parser.parse(text)  # type: ignore[attr-defined]
-            compiled = re.compile(f"{before}{text}{after}")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise self.error(key, f"is no regular expression: {error}") from None
-        if _degree(parsed) > _MAX_REPEATS:
-            raise self.error(key, "repeats too often, or what can be matched in several ways: list the modules instead")
-        return compiled
+            return compile_pattern(text, before, after)
+        except ValueError as error:
+            raise self.error(key, str(error)) from None
 
 
 def _named(module: str, names: tuple[str, ...] | re.Pattern[str]) -> bool:
@@ -242,24 +232,3 @@ def _named(module: str, names: tuple[str, ...] | re.Pattern[str]) -> bool:
 
 def _empty(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
-
-
-def _degree(parsed: Any, repeated: bool = False) -> int:
-    """How often a parsed expression repeats something without a small bound, one after the other: matching a name of n
-    characters takes at most n to that power. _NEVER where what is repeated can itself be matched in several ways."""
-    total = 0
-    for kind, argument in parsed:
-        name = str(kind)
-        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            least, most, inner = argument
-            if repeated and least != most:
-                return _NEVER
-            total += (most > _MANY) + _degree(inner, repeated or most > 1)
-        elif name == "BRANCH":
-            if repeated:
-                return _NEVER
-            total += max(_degree(branch) for branch in argument[1])
-        else:  # what a group or an assertion holds
-            parts = argument if isinstance(argument, tuple) else (argument,)
-            total += sum(_degree(part, repeated) for part in parts if hasattr(part, "getwidth"))
-    return total
