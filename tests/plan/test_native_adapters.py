@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.engine.reference_executor import ReferenceExecutor
-from plait.errors import EngineError
+from plait.errors import EngineError, UsageError
 from plait.kernels.native import native_library, reason
 from plait.model.record import record
 from plait.plan.executor import NativeExecutor
@@ -208,3 +208,20 @@ def test_a_step_with_adapters_that_are_not_there_is_refused(wrong: np.ndarray, t
     ids, inputs = script.step([(0, 9)])
     with pytest.raises(EngineError, match="adapter"):
         native.execute(ids, replace(inputs, adapter_ids=wrong))
+
+
+def test_adapters_that_are_refused_leave_those_that_are_there(tmp_path) -> None:
+    decoder = make(raw_of("llama"))
+    native, script = executor(decoder, pack_decoder(decoder))
+    one, two = two_adapters(tmp_path, decoder)
+    native.set_adapters([one])
+
+    def logits() -> np.ndarray:
+        ids, inputs = Script(script.layout, script.vocab_size).step([(0, 9)])
+        return native.execute(ids, replace(inputs, adapter_ids=ids_for(1))).logits.copy()
+
+    first = logits()
+    wrong = replace(one, targets={"lm_head.weight": next(iter(one.targets.values()))})
+    with pytest.raises(UsageError, match="lm_head.weight, which has no native kernel"):
+        native.set_adapters([two, wrong])
+    assert np.array_equal(logits(), first)

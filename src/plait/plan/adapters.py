@@ -67,16 +67,21 @@ class PackedAdapters:
         }
         return sum(weights.values())
 
-    def give(self, plan: NativePlan) -> None:
-        """Make them the plan's. UsageError for one that changes what the plan computes without native kernels."""
-        groups = groups_of(plan.lowered)
-        there = {ref.name for group in groups.values() for ref in group}
-        for number, (name, targets, sites) in enumerate(zip(self.names, self._targets, self._sites, strict=True), 1):
+    def check(self, plan: NativePlan) -> None:
+        """UsageError for one that changes what the plan computes without native kernels."""
+        there = {ref.name for group in groups_of(plan.lowered).values() for ref in group}
+        for name, targets in zip(self.names, self._targets, strict=True):
             foreign = sorted(targets - there)
             if foreign:
                 raise UsageError(
                     f"adapter {name} changes {foreign[0]}, which has no native kernel here: use --plan reference"
                 )
+
+    def give(self, plan: NativePlan) -> None:
+        """Make them the plan's, or raise as `check` does."""
+        self.check(plan)
+        groups = groups_of(plan.lowered)
+        for number, sites in enumerate(self._sites, 1):
             plan.set_adapter(number, [_struct(op, sites[group]) for op, group in groups.items() if group in sites])
 
 

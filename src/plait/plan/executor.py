@@ -124,12 +124,14 @@ class NativeExecutor:
         """Take these in place of what there was; steps name them by 1, 2, ... in this order. Their numbers are copied.
 
         Steps and rows without an adapter compute what they would without any. Raises UsageError for an adapter of what
-        has no native kernel.
+        has no native kernel; nothing has changed then.
         """
         plans = [self.plan, *(() if self._whole is None else self._whole[:1])]
         lowered = [plan.lowered for plan in plans] + ([self._lower(self._recording)] if self._whole is None else [])
         half = any(weight.layout not in (*abi.FLOAT_LAYOUTS, VECTOR) for weight in self._store.values())
         packed = PackedAdapters(adapters, (group for low in lowered for group in groups_of(low).values()), half)
+        for plan in plans:
+            packed.check(plan)
         for plan in plans:
             before = 0 if self._adapters is None else len(self._adapters.names)
             packed.give(plan)
