@@ -68,6 +68,22 @@ def test_ids_are_those_of_the_class_in_transformers(tmp_path: Path, name: str) -
     assert plait.vocab_size == vocab_size() + 3
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_of_files_that_disagree_the_one_that_counts_in_transformers_counts(tmp_path: Path, described: bool) -> None:
+    """added_tokens_decoder alone where it is; else special_tokens_map.json before tokenizer_config.json."""
+    added = {"<new>": vocab_size()}
+    decoder = {str(vocab_size()): {"content": "<own>", "special": True}}
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<own>"} | (
+        {"added_tokens_decoder": decoder} if described else {}
+    )
+    write_vocab(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": "<new>"}, added_tokens=added)
+    plait, oracle = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("a<new> b", "a<own> b"):
+        assert plait.encode(text, add_bos=False) == oracle.encode(text, add_special_tokens=False)
+    assert plait.bos_token_id == oracle.bos_token_id == vocab_size()
+    assert plait.token_text(plait.bos_token_id) == ("<own>" if described else "<new>")
+
+
 @pytest.mark.parametrize(("model_type", "name"), [("qwen3", "qwen2"), ("gpt2", "gpt-2"), (None, "gpt-2")])
 def test_without_a_class_the_model_type_decides(tmp_path: Path, model_type: str | None, name: str) -> None:
     plait = load_tokenizer(write_vocab(tmp_path, **({"config": {"model_type": model_type}} if model_type else {})))

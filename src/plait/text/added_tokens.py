@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 
+_DECODER = "added_tokens_decoder"
 # How far beyond the vocabulary an id may lie: the table of ids has a place for each up to the largest.
 MAX_GAP = 1 << 16
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -29,6 +30,12 @@ class AddedEntry:
     @property
     def special(self) -> bool:
         return self.flags.get("special", False)
+
+
+def says_all(config: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer_config.json describes the added tokens itself: special_tokens_map.json, which else outranks
+    it, and added_tokens.json then do not count. The rule is transformers'."""
+    return _DECODER in config
 
 
 def added_entries(
@@ -63,7 +70,7 @@ def added_entries(
 
 
 def _with_ids(config: Mapping[str, Any], added: Mapping[str, Any]) -> Iterable[tuple[str, AddedEntry]]:
-    decoder = config.get("added_tokens_decoder") or {}
+    decoder = config.get(_DECODER) or {}
     if not isinstance(decoder, Mapping):
         raise TokenizerError(f"added_tokens_decoder in tokenizer_config.json must be an object, not {decoder!r:.60}")
     for key, item in decoder.items():

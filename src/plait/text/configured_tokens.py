@@ -17,6 +17,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import read_json_if_there
+from plait.text.added_tokens import says_all
 
 STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DECODER = "added_tokens_decoder"
@@ -42,7 +43,7 @@ def add_configured_tokens(backend: Any, directory: Path) -> Settings:
     config = read_json_if_there(directory / "tokenizer_config.json", TokenizerError)
     described: dict[int, Any] = {}
     older_map: dict[str, Any] = {}
-    if _DECODER in config:
+    if says_all(config):
         described = _by_id(config[_DECODER])
     else:
         older_map = read_json_if_there(directory / "special_tokens_map.json", TokenizerError)
@@ -52,7 +53,7 @@ def add_configured_tokens(backend: Any, directory: Path) -> Settings:
     config = {**config, **older_map, **{name: own[name] for name in own.keys() & config.keys()}}
     named = {name: config[name] for name in STANDARD_NAMES if config.get(name)} | own
     extra = _extra(config)
-    if _DECODER not in config:
+    if not says_all(config):
         known = {_text(name, token) for name, token in (*named.items(), *((_EXTRA, token) for token in extra))}
         older = read_json_if_there(directory / "added_tokens.json", TokenizerError)
         taken = backend.get_added_tokens_decoder()

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
+from plait.text.added_tokens import says_all
 from plait.text.backend_errors import backend_errors
 from plait.text.configured_tokens import STANDARD_NAMES, add_configured_tokens
 from plait.text.sentencepiece_model import MAX_TOKENIZER_BYTES
@@ -38,7 +39,9 @@ def load_directory(directory: Path) -> Tokenizer:
         config, special_tokens = settings.config, settings.special_tokens
         say_disagreements(directory, backend)
     elif files_in(directory):
-        named = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+        named = _read_json(directory / "tokenizer_config.json")
+        if not says_all(named):
+            named |= _read_json(directory / "special_tokens_map.json")
         texts = {name: _text(named[name]) for name in STANDARD_NAMES if named.get(name)}
         backend, special_tokens = build_from_files(directory, named, texts, CachedMerges)
         # What is saved is a tokenizer.json, which the class of the old files would not read.

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import read_json_if_there
-from plait.text.added_tokens import AddedEntry, added_entries
+from plait.text.added_tokens import AddedEntry, added_entries, says_all
 from plait.text.byte_level_files import (
     TokenizerClass,
     build_from_ranks,
@@ -47,7 +47,7 @@ def build_from_files(
     name, *others = files_in(directory)
     if others:
         log.warning("%s has %s too; %s is used", directory, " and ".join(others), name)
-    added = read_json_if_there(directory / "added_tokens.json", TokenizerError)
+    added = {} if says_all(config) else read_json_if_there(directory / "added_tokens.json", TokenizerError)
     path = directory / name
 
     named = dict(special_tokens)
