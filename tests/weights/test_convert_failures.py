@@ -139,3 +139,24 @@ def test_a_link_is_followed_where_it_leads_somewhere(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "there.gguf")
     convert(directory, link)
     assert link.is_symlink() and (tmp_path / "there.gguf").is_file()
+
+
+def test_of_two_that_replace_a_directory_at_once_neither_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, target = model_directory(tmp_path, "llama"), tmp_path / "x"
+    convert(directory, target)
+    (target / "notes.txt").write_text("mine")
+    rename = os.rename
+
+    def slow(source: Path, to: Path) -> None:
+        if Path(to) == target:  # the other one's directory gets the name first
+            target.mkdir()
+            (target / "config.json").write_text("theirs")
+        rename(source, to)
+
+    monkeypatch.setattr("os.rename", slow)
+    with pytest.raises(WeightError, match="cannot be written: Directory not empty"):
+        convert(directory, target, force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([directory.name, "x"])
+    assert (target / "config.json").read_text() == "theirs" and (target / "notes.txt").read_text() == "mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -150,11 +151,17 @@ def move_into_place(temporary: Path, directory: Path) -> None:
         os.rename(directory, old)  # onto an empty directory
         os.rename(temporary, directory)
     except BaseException:
-        if directory.exists():
-            old.rmdir()
+        if directory.exists():  # still, or again: another one was quicker
+            with contextlib.suppress(OSError):
+                _give_up(old, directory)
         else:
             os.rename(old, directory)
         raise
+    _give_up(old, directory)
+
+
+def _give_up(old: Path, directory: Path) -> None:
+    """Remove a replaced directory, once what stays of it has moved across."""
     for entry in old.iterdir():
         if not _is_replaced(entry.name, directory):
             os.rename(entry, directory / entry.name)
