@@ -104,6 +104,22 @@ def test_generate_from_the_cache_imports_no_torch(tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2] and [len(text) for text in texts] == [4, 4, 4]
 
 
+def test_convert_imports_no_torch(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path, "gpt_neox")
+    code = (
+        "import sys\n"
+        "from plait.cli.main import main\n"
+        "for source, target in zip(sys.argv[1:], sys.argv[2:]):\n"
+        "    assert main(['convert', source, target]) == 0 and 'torch' not in sys.modules\n"
+    )
+    targets = [str(tmp_path / name) for name in ("m.gguf", "back", "copy")]
+    done = subprocess.run([sys.executable, "-c", code, str(directory), *targets], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    weights = [(Path(path) / "model.safetensors").read_bytes() for path in targets[1:]]
+    assert weights[0] == weights[1]
+    plait.load(targets[2])
+
+
 def test_importing_plait_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, plait; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from plait.plan.recorder import recorded_shapes
     from plait.weights.convert import SHARD_BYTES, convert
 
     if args.shard_size is not None and args.target.lower().endswith(".gguf"):
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
         threads=args.threads,
         progress=_bytes_written,
+        shapes=recorded_shapes,
     )
     if args.json:
         print_json(report.to_json())

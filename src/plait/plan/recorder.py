@@ -60,6 +60,12 @@ def record_config(config: ModelConfig) -> Recording:
     return record(build(config, device="meta"))
 
 
+def recorded_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model, by recording it."""
+    with Recorder(config) as recorder:
+        return {ref.name: ref.shape for ref in recorder.result().weights()}
+
+
 class Recorder:
     """Begins to record when it is made; `result` waits for the end.
 

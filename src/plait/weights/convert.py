@@ -36,6 +36,7 @@ SHARD_BYTES = 5 * 10**9
 HUGGING_FACE = "HF"
 # total bytes -> a context whose value is called with the bytes of every tensor that is done.
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+ShapesOf = Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]
 
 
 @contextlib.contextmanager
@@ -120,6 +121,7 @@ def convert(
     force: bool = False,
     threads: int | None = None,
     progress: Progress = no_progress,
+    shapes: ShapesOf | None = None,
 ) -> ConvertReport:
     """Write `target`: a GGUF file where its name ends in .gguf, else a Hugging Face directory.
 
@@ -127,15 +129,15 @@ def convert(
     in a GGUF file, or a recipe ("q8_0", "q4_k_m", ...); None or "auto" keeps what the source has; "hf" says that the
     target is a directory. dtype: of a directory's tensors, "bf16", "fp16" or "fp32"; None: as in the original, where
     that is known, else as stored. shard_bytes: the most that one safetensors file holds. force: an existing target is
-    replaced. Raises UsageError, ConfigError, WeightError or TokenizerError, and leaves nothing under the target's name
-    then.
+    replaced. shapes: of a configuration's parameters; None builds a decoder of them, which imports torch. Raises
+    UsageError, ConfigError, WeightError or TokenizerError, and leaves nothing under the target's name then.
     """
     start = time.perf_counter()
     path = Path(target)
     gguf = path.suffix.lower() == ".gguf"
     type_name = _settle_type(type, dtype, gguf, path)
     _check_target(path, gguf, force)
-    model = _open(source, strict)
+    model = _open(source, strict, shapes)
     report = ConvertReport(str(model.path or model.config.model_type), str(path), "gguf" if gguf else "hf", "")
     report.type = type_name.lower() if gguf else dtype or "auto"
     threads = threads or usable_cpus()
@@ -204,8 +206,9 @@ class _Model:
 
 
 class _CheckpointModel(_Model):
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, shapes: ShapesOf | None) -> None:
         self._dropped = settle_head(checkpoint)
+        self._shapes_of = shapes
         self._checkpoint = checkpoint
         super().__init__(checkpoint.config, checkpoint.path)
 
@@ -214,7 +217,9 @@ class _CheckpointModel(_Model):
         return getattr(self._checkpoint.source, "metadata", {})
 
     def parameters(self) -> Parameters:
-        found = CheckpointParameters(self._checkpoint, parameter_shapes(self._checkpoint), self._dropped)
+        of, checkpoint = self._shapes_of, self._checkpoint
+        shapes = parameter_shapes(checkpoint) if of is None else of(checkpoint.config)
+        found = CheckpointParameters(checkpoint, shapes, self._dropped)
         self.skipped = [name for name in found.report.skipped if not name.startswith("rope_f")]
         if found.report.quantised:
             self.notes = [f"the source is quantised: {found.report.quantised}", *found.report.notes]
@@ -246,11 +251,11 @@ class _DecoderModel(_Model):
         return DecoderParameters(self._decoder)
 
 
-def _open(source: Any, strict: bool) -> _Model:
+def _open(source: Any, strict: bool, shapes: ShapesOf | None) -> _Model:
     if isinstance(source, Checkpoint):
-        return _CheckpointModel(source)
+        return _CheckpointModel(source, shapes)
     if source is None or isinstance(source, str | Path):
-        return _CheckpointModel(open_checkpoint(locate(source), strict))
+        return _CheckpointModel(open_checkpoint(locate(source), strict), shapes)
     return _DecoderModel(source)
 
 
