@@ -333,3 +333,14 @@ def test_an_adapter_of_another_model_is_not_merged(decoder: Decoder, tmp_path: P
         merge_adapter(other, adapter)
     with pytest.raises(WeightError, match="shape"):
         merge_adapter(other, adapter.path)
+
+
+def test_what_makes_keys_of_a_latent_is_refused_by_name(tmp_path: Path) -> None:
+    """An adapter of "all-linear" modules has matrices for it."""
+    latent = from_config(CONFIGS["deepseek_v3"])
+    directory = write_adapter(tmp_path / "a", latent, endings=("o_proj",), target_modules="all-linear")
+    read(directory, latent)
+    more = {f"{PREFIX}model.layers.1.self_attn.kv_b_proj.lora_{h}.weight": torch.ones(4, 4) for h in "AB"}
+    change_tensors(directory, lambda t: t.update(more))
+    with pytest.raises(WeightError, match=r"layers\.1\.self_attn\.kv_b_proj makes keys and values of a latent"):
+        read(directory, latent)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import UsageError, WeightError
-from plait.model.config import ModelConfig, keeps_float32
+from plait.model.config import LatentAttentionSpec, ModelConfig, keeps_float32
 from plait.model.families import family
 from plait.ops.recording import Recording
 from plait.weights.adapter_config import CONFIG_NAME, LoraConfig, read_lora_config
@@ -33,6 +33,7 @@ _PICKLED_NAME = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _HEAD = "lm_head.weight"
+_LATENT = "self_attn.kv_b_proj.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +192,10 @@ def _place(
     if _HEAD in names:
         raise WeightError(f"{path}: {module} is the output head: it cannot be adapted; merge the adapter with peft")
     unknown = [name for name in names if name not in shapes]
+    if isinstance(config.layers[0].attention, LatentAttentionSpec) and any(n.endswith(_LATENT) for n in unknown):
+        raise WeightError(
+            f"{path}: {module} makes keys and values of a latent: it cannot be adapted; merge the adapter"
+        )
     if unknown:
         raise WeightError(f"{path}: {module} is no linear module of this {config.model_type}")
     return assignment
