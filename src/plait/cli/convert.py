@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from plait.cli.common import DTYPES, MODEL_HELP, Counter, print_json, threads
+from plait.cli.common import DTYPES, MODEL_HELP, Counter, adapters, add_adapter_flag, print_json, threads
 from plait.errors import UsageError
 
 
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " hf, or auto: what the source has (default: auto)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of a directory's tensors (default: auto)")
+    add_adapter_flag(parser, "merged into the weights on the way; repeatable")
     parser.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of a safetensors file (5GB)")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     parser.add_argument("--force", action="store_true", help="replace DST where it exists")
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from plait.engine.adapters import check_adapters
     from plait.plan.recorder import recorded_shapes
     from plait.weights.convert import SHARD_BYTES, convert
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         args.target,
         args.type,
         dtype=None if args.dtype == "auto" else args.dtype,
+        adapters=check_adapters(adapters(args)),
         shard_bytes=args.shard_size or SHARD_BYTES,
         tokenizer=not args.no_tokenizer,
         strict=args.strict,

@@ -19,6 +19,7 @@ from typing import Any
 from plait.errors import UsageError, WeightError
 from plait.kernels.native import usable_cpus
 from plait.model.config import ModelConfig
+from plait.weights.adapters import Adapter
 from plait.weights.arrange import DTYPES, settle_head
 from plait.weights.checkpoint import Checkpoint, open_checkpoint
 from plait.weights.gguf_source import GGUFSource
@@ -29,6 +30,8 @@ from plait.weights.hf_files import move_into_place
 from plait.weights.hf_writer import directory_contents, write_directory
 from plait.weights.joined import JoinedSource
 from plait.weights.locate import locate
+from plait.weights.mapping import BoundMap
+from plait.weights.merged import MergedParameters, file_changes, load_adapters, targets_of
 from plait.weights.pack import parameter_shapes
 from plait.weights.rows import CheckpointParameters, DecoderParameters, Parameters
 
@@ -49,7 +52,7 @@ class ConvertReport:
     """What was written. storages: tensors by type, [count, bytes]; fallbacks: [tensor, the type it would have had, the
     type it has]; copied: tensors whose bytes are the source's; expanded: quantised tensors of the source that were
     computed anew, by type; kept: weights of a quantised Hugging Face checkpoint whose numbers a block type holds, by
-    both; skipped: tensors of the source that no target has."""
+    both; skipped: tensors of the source that no target has; adapters: what was merged."""
 
     source: str
     target: str
@@ -63,6 +66,7 @@ class ConvertReport:
     kept: dict[str, int] = field(default_factory=dict)
     fallbacks: list[list[str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -77,6 +81,8 @@ class ConvertReport:
         """For people."""
         kinds = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(self.storages.items(), key=lambda e: -e[1][1]))
         out = [f"{self.target}: {self.nbytes / 2**20:,.1f} MiB, {self.tensors} tensors ({kinds}), {self.seconds:.1f} s"]
+        if self.adapters:
+            out.append("merged: " + ", ".join(self.adapters))
         if self.kept:
             out.append("kept in blocks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(self.kept.items())))
         if self.expanded:
@@ -104,6 +110,7 @@ class ConvertReport:
             "kept": self.kept,
             "fallbacks": [dict(zip(("tensor", "wanted", "type"), entry, strict=True)) for entry in self.fallbacks],
             "skipped": self.skipped,
+            "adapters": self.adapters,
             "notes": self.notes,
             "seconds": self.seconds,
         }
@@ -115,6 +122,7 @@ def convert(
     type: str | None = None,
     *,
     dtype: str | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: bool = True,
     strict: bool = False,
@@ -128,7 +136,8 @@ def convert(
     source: a path, `hf:OWNER/NAME`, None (the default model), an opened Checkpoint, or a Decoder. type: of the matrices
     in a GGUF file, or a recipe ("q8_0", "q4_k_m", ...); None or "auto" keeps what the source has; "hf" says that the
     target is a directory. dtype: of a directory's tensors, "bf16", "fp16" or "fp32"; None: as in the original, where
-    that is known, else as stored. shard_bytes: the most that one safetensors file holds. force: an existing target is
+    that is known, else as stored. adapters: directories of LoRA adapters by name, merged into the weights in this order
+    (in fp32, rounded once). shard_bytes: the most that one safetensors file holds. force: an existing target is
     replaced. shapes: of a configuration's parameters; None builds a decoder of them, which imports torch. Raises
     UsageError, ConfigError, WeightError or TokenizerError, and leaves nothing under the target's name then.
     """
@@ -142,6 +151,9 @@ def convert(
     report.type = type_name.lower() if gguf else dtype or "auto"
     threads = threads or usable_cpus()
     try:
+        if adapters:
+            model.adapters = load_adapters(adapters, model.config)
+            report.adapters = [f"{a.name} (rank {a.rank}, {len(a.targets)} matrices)" for a in model.adapters]
         if gguf:
             contents = model.gguf_contents(type_name, tokenizer, threads)
             report.fallbacks = [[name, c.wanted, c.storage] for name, c in contents.choices.items() if c.fell_back]
@@ -179,6 +191,7 @@ class _Model:
         self.path = path
         self.skipped: list[str] = []
         self.notes: list[str] = []
+        self.adapters: list[Adapter] = []
 
     @property
     def recorded(self) -> Mapping[str, Any]:
@@ -186,6 +199,11 @@ class _Model:
         return {}
 
     def parameters(self) -> Parameters:
+        """With the adapters merged."""
+        own = self._parameters()
+        return MergedParameters(own, targets_of(self.adapters)) if self.adapters else own
+
+    def _parameters(self) -> Parameters:
         raise NotImplementedError
 
     def gguf_contents(self, type_name: str, tokenizer: bool, threads: int) -> GGUFContents:
@@ -216,7 +234,7 @@ class _CheckpointModel(_Model):
     def recorded(self) -> Mapping[str, Any]:
         return getattr(self._checkpoint.source, "metadata", {})
 
-    def parameters(self) -> Parameters:
+    def _parameters(self) -> Parameters:
         of, checkpoint = self._shapes_of, self._checkpoint
         shapes = parameter_shapes(checkpoint) if of is None else of(checkpoint.config)
         found = CheckpointParameters(checkpoint, shapes, self._dropped)
@@ -229,7 +247,9 @@ class _CheckpointModel(_Model):
         source = self._checkpoint.source
         source = source.stored if isinstance(source, JoinedSource) else source
         if isinstance(source, GGUFSource):
-            return copied_contents(source, type_name, tokenizer, threads)
+            bound = BoundMap(self.config, self._checkpoint.names)
+            changes = file_changes(targets_of(self.adapters), bound, source.names())
+            return copied_contents(source, type_name, tokenizer, threads, changes)
         return super().gguf_contents(type_name, tokenizer, threads)
 
     def dtypes(self) -> Mapping[str, str]:
@@ -247,7 +267,7 @@ class _DecoderModel(_Model):
         super().__init__(decoder.config, decoder.source)
         self._decoder = decoder
 
-    def parameters(self) -> Parameters:
+    def _parameters(self) -> Parameters:
         return DecoderParameters(self._decoder)
 
 

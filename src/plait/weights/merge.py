@@ -6,10 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.errors import UsageError, WeightError
-from plait.weights.adapters import Adapter, load_adapter
+from plait.weights.adapters import Adapter, LowRank, load_adapter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from plait.model.decoder import Decoder
+
+
+def merged(weight: Tensor, target: LowRank) -> Tensor:
+    """W + scale * B A for a weight [O, I], in fp32."""
+    import torch
+
+    a, b = (torch.from_numpy(x).to(weight.device) for x in (target.a, target.b))
+    return torch.addmm(weight.float(), b, a, alpha=target.scale)
 
 
 def merge_adapter(decoder: Decoder, adapter: Adapter | str | Path) -> Adapter:
@@ -33,7 +43,5 @@ def merge_adapter(decoder: Decoder, adapter: Adapter | str | Path) -> Adapter:
             raise WeightError(f"adapter {adapter.name} changes {name}, which this model does not have in that shape")
     with torch.no_grad():
         for name, target in adapter.targets.items():
-            parameter = parameters[name]
-            a, b = (torch.from_numpy(x).to(parameter.device) for x in (target.a, target.b))
-            parameter.copy_(torch.addmm(parameter.float(), b, a, alpha=target.scale))
+            parameters[name].copy_(merged(parameters[name], target))
     return adapter

@@ -113,6 +113,10 @@ class Parameters(Protocol):
         """The quantised formats, for people, of weights that a checkpoint keeps as several tensors."""
         ...
 
+    def made(self, name: str) -> bool:
+        """Whether the rows are no tensor's own: put together out of several, or changed."""
+        ...
+
     def offset(self, name: str) -> float:
         """What is added to the stored numbers."""
         ...
@@ -148,6 +152,9 @@ class CheckpointParameters:
     def origins(self, name: str) -> set[str]:
         found = {self._source.info(assignment.file).origin for assignment, _ in self._pieces[name]}
         return found - {""}
+
+    def made(self, name: str) -> bool:
+        return bool(self.origins(name))
 
     def offset(self, name: str) -> float:
         return self._pieces[name][0][0].offset
@@ -204,6 +211,9 @@ class DecoderParameters:
 
     def origins(self, name: str) -> set[str]:
         return set()
+
+    def made(self, name: str) -> bool:
+        return False
 
     def offset(self, name: str) -> float:
         return 0.0
@@ -311,7 +321,8 @@ class Outgoing:
         if vectors and storage not in BYTES:
             storage = "F32"
         stored = frozenset(origins or storages)
-        return OutTensor(assignment.file, shape, assignment, storage, stored, offset, bool(origins))
+        made = any(map(self._parameters.made, names))
+        return OutTensor(assignment.file, shape, assignment, storage, stored, offset, made)
 
     def _is_whole(self, file: str) -> bool:
         """Whether a rule without an expert's number gave this name: its tensor has an axis of experts, even of one."""

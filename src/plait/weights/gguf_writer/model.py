@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ _TOKENIZER_OF_A_DIRECTORY = ("tokenizer.json", "tokenizer.model", "tiktoken.mode
 _RENEWED = ("general.file_type", "general.quantization_version", "general.alignment", "general.architecture")
 _SPLIT = "split."
 _QUANTISATION_VERSION = 2
+
+Change = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+Changes = Mapping[str, Change]
+_NO_CHANGES: Changes = {}
 
 
 @dataclass
@@ -120,8 +124,13 @@ def model_contents(
     return contents.finish(type_name)
 
 
-def copied_contents(source: GGUFSource, type_name: str, tokenizer: bool, threads: int) -> GGUFContents:
-    """A GGUF file as another one of other types: every key and every tensor under its own name."""
+def copied_contents(
+    source: GGUFSource, type_name: str, tokenizer: bool, threads: int, changes: Changes = _NO_CHANGES
+) -> GGUFContents:
+    """A GGUF file as another one of other types: every key and every tensor under its own name.
+
+    changes: by tensor, its rows as numbers -> what they become; a quantised one is then F32 where no type is given.
+    """
     metadata = source.metadata
     name = str(metadata["general.architecture"])
     contents = GGUFContents({"general.architecture": name})
@@ -140,20 +149,29 @@ def copied_contents(source: GGUFSource, type_name: str, tokenizer: bool, threads
     )
     for key in names:
         info = source.info(key)
-        choice = choose_type(type_name, key, info.shape, info.format, model)
+        change = changes.get(key)
+        stored = info.format if change is None or info.format in _PLAIN else "F32"
+        choice = choose_type(type_name, key, info.shape, stored, model)
         if info.format[0] == "I" and TYPES_BY_NAME[info.format].block_size == 1:
             choice = Choice(info.format, info.format)  # whole numbers are no weights
 
-        def data(key: str = key, info: TensorInfo = info, storage: str = choice.storage) -> NDArray[np.uint8]:
+        def data(
+            key: str = key, info: TensorInfo = info, storage: str = choice.storage, change: Change | None = change
+        ) -> NDArray[np.uint8]:
             raw = source.raw(key)
-            if storage == info.format:
+            if storage == info.format and change is None:
                 return raw
-            out = encoded(stored_rows(info.shape, info.format, raw, key), storage, key, threads)
+            rows = stored_rows(info.shape, info.format, raw, key)
+            if change is not None:
+                values = change(rows.floats(0, len(rows.lines())))
+                rows = Rows(rows.shape, "F32", values.view(np.uint8).reshape(*rows.shape[:-1], -1))
+            out = encoded(rows, storage, key, threads)
             source.release(key)
             return out
 
         tensor = FileTensor(key, info.shape, choice.storage, data)
-        contents.add(tensor, choice, frozenset({info.format}), choice.storage == info.format)
+        same = choice.storage == info.format and change is None
+        contents.add(tensor, choice, frozenset({info.format}), same)
     return contents.finish(type_name)
 
 
