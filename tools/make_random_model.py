@@ -82,6 +82,12 @@ class RandomParameters:
     def storages(self, name: str) -> set[str]:
         return {"BF16"}
 
+    def origins(self, name: str) -> set[str]:
+        return set()
+
+    def made(self, name: str) -> bool:
+        return False
+
     def offset(self, name: str) -> float:
         return 0.0
 

@@ -92,8 +92,8 @@ def rotary_faults(table: RotarySpec) -> Iterator[tuple[str, RotarySpec]]:
         if s["short_factor"] != s["long_factor"]:
             exchanged = {"short_factor": s["long_factor"], "long_factor": s["short_factor"]}
             yield "the other set", replace(table, scaling={**s, **exchanged})
-        if "long_attention_factor" in s:
-            short, long = "attention_factor", "long_attention_factor"
+        if "long_mscale" in s:
+            short, long = "short_mscale", "long_mscale"
             yield "the other magnitude", replace(table, scaling={**s, short: s[long], long: s[short]})
             yield "attention factor ignored", replace(table, scaling={**s, short: 1.0, long: 1.0})
         else:

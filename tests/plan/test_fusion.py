@@ -208,11 +208,11 @@ def test_one_product_is_not_taken_by_two_rules() -> None:
 
 
 def linears_of(decoder: Decoder) -> int:
-    """Matrix products after the last attention's own that every token goes through; a head with a bias is one."""
-    spec, head = decoder.config.layers[-1].feed_forward, int(decoder.config.head_bias)
+    """Matrix products after the last attention's own that every token goes through."""
+    spec = decoder.config.layers[-1].feed_forward
     if isinstance(spec, FeedForwardSpec):
-        return head + (3 if spec.gated else 2)
-    return head + (3 if spec.shared is not None else 0) + spec.shared_gate
+        return 3 if spec.gated else 2
+    return (3 if spec.shared is not None else 0) + spec.shared_gate
 
 
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt_neox"), sorted(CONFIGS)))

@@ -20,7 +20,10 @@ from tests.weights.converting import model_directory
 
 # Sleeps before the third tensor, when half a file has been written.
 _SLOW = (
-    "import sys, time, plait.weights.gguf_writer.model as m, plait.weights.hf_writer as h, plait.weights.convert as c\n"
+    "import signal, sys, time\n"
+    "import plait.weights.gguf_writer.model as m, plait.weights.hf_writer as h, plait.weights.convert as c\n"
+    # A shell starts what runs in its background with this signal ignored, and the tests' children inherit that.
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "count, plain = 0, m.encoded\n"
     "def slow(*args):\n"
     "    global count\n"

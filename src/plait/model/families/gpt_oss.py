@@ -58,10 +58,10 @@ def gpt_oss(read: ConfigReader) -> ModelConfig:
         theta=150_000.0,
         rope=_rope(read),
     )
-    if read.given("experts_per_token", read("num_experts_per_tok")) != read("num_experts_per_tok"):
+    other, own = read.given("experts_per_token", None), read("num_experts_per_tok")
+    if other is not None and other != own:
         raise ConfigError(
-            f"experts_per_token={read.raw['experts_per_token']!r} and num_experts_per_tok="
-            f"{read('num_experts_per_tok')!r} are two spellings of one key and differ"
+            f"experts_per_token={other!r} and num_experts_per_tok={own!r} are two spellings of one key and differ"
         )
     if activation(read) != "silu":
         raise ConfigError(f"hidden_act={read('hidden_act')!r}: a gpt_oss has one activation, and calls it silu")
