@@ -17,10 +17,13 @@ ROWS: list[set[str]] = [
     {"memory"},
     {"model"},
     {"weights", "text"},
+    {"decoding"},
     {"plan"},
     {"engine"},
+    {"training"},
     {"verify", "bench"},
     {"server"},
+    {"studies"},
     {"cli"},
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
