@@ -63,6 +63,11 @@ class Combination:
     def _list(self) -> list[Any]:
         return [self._token(text) for text in self._rng.sample(TOKENS, self._rng.randint(0, 3))]
 
+    @property
+    def listed(self) -> set[str]:
+        lists = [files.get("additional_special_tokens", []) for files in self.files.values()]
+        return {token if isinstance(token, str) else token["content"] for found in lists for token in found}
+
     def _files(self) -> Files:
         config, files = self._names(4), {}
         if self._chance(0.15):
@@ -122,7 +127,8 @@ def check_all(
         place = folder / str(seed)
         write(place, json.loads(json.dumps(combination.files)))
         try:
-            assert_same(place, load(place), options.get("special", set()), options.get("beside", set()))
+            special = options.get("special", set()) | combination.listed
+            assert_same(place, load(place), special, options.get("beside", set()))
         except TokenizerError as error:
             late = "additional_special_tokens has" in str(error) and options.get("raw")
             assert late or (combination.hole and "was added as token" in str(error)), (combination.files, error)

@@ -73,7 +73,8 @@ def read_settings(directory: Path) -> Settings:
         described = _by_id(config[_DECODER])
     else:
         older = read_json_if_there(directory / "added_tokens.json", TokenizerError)
-        described = _from_older_file(older, _known_special(config, older_map))
+        listed = {_text(_EXTRA, token) for token in extra}
+        described = _from_older_file(older, _known_special(config, older_map), listed)
     config = {**config, **older_map, **{name: own[name] for name in own.keys() & config.keys()}}
     named = {name: config[name] for name in STANDARD_NAMES if config.get(name)} | own
     return Settings(config, described, named, extra, late)
@@ -138,6 +139,8 @@ def check_ids(backend: Any, settings: Settings, where: str) -> None:
         text, own = token.content, backend.token_to_id(token.content)
         if own == id:
             continue
+        if not text:
+            raise TokenizerError(f"token {id} was added without a text")
         if text in vocabulary:
             raise TokenizerError(f"{text!r:.80} is token {own} in {where}, but was added as token {id}")
         there = next((other for other, its in vocabulary.items() if its == id), None)
@@ -219,8 +222,9 @@ def _by_id(decoder: Any) -> dict[int, Any]:
     return found
 
 
-def _from_older_file(older: Mapping[str, Any], special: set[str]) -> dict[int, Any]:
-    """The tokens of added_tokens.json, which says ids and no flags."""
+def _from_older_file(older: Mapping[str, Any], special: set[str], listed: set[str]) -> dict[int, Any]:
+    """The tokens of added_tokens.json, which says ids and no flags. listed: further special tokens, which transformers
+    does not mark as such here."""
     from tokenizers import AddedToken
 
     found: dict[int, Any] = {}
@@ -229,7 +233,7 @@ def _from_older_file(older: Mapping[str, Any], special: set[str]) -> dict[int, A
             raise TokenizerError(f"added_tokens.json gives {text!r:.80} the id {id!r:.80}, which is none")
         if id in found:
             raise TokenizerError(f"added_tokens.json gives {found[id].content!r:.80} and {text!r:.80} the id {id}")
-        found[id] = AddedToken(text, normalized=text not in special, special=text in special)
+        found[id] = AddedToken(text, normalized=text not in special, special=text in special | listed)
     return found
 
 

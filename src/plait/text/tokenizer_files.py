@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def build_from_files(directory: Path, store: Callable[[Path], MergeStore]) -> tu
     if name == SENTENCEPIECE:
         model = read_model(path)
         ids = {"bos_token": model.bos_id, "eos_token": model.eos_id, "unk_token": model.unk_id}
-        _check_late(settings, [*model.control_pieces, model.pieces[model.unk_id]], str(path))
+        settings = _without_late(settings, [*model.control_pieces, model.pieces[model.unk_id]], str(path))
         texts = dict(enumerate(model.pieces)) | {id: token.content for id, token in settings.described.items()}
         settings = settings.with_defaults({role: texts[id] for role, id in ids.items() if id is not None})
         backend = build_backend(
@@ -83,7 +84,9 @@ def build_from_files(directory: Path, store: Callable[[Path], MergeStore]) -> tu
     return backend, settings
 
 
-def _check_late(settings: Settings, controls: list[str], where: str) -> None:
+def _without_late(settings: Settings, controls: list[str], where: str) -> Settings:
+    """The settings without a list that does not count beside a tokenizer.model. Raises TokenizerError where it has
+    tokens that nothing else speaks of."""
     known = {*(token.content for token in settings.described.values()), *settings.special_tokens.values(), *controls}
     for text in settings.extra_texts if settings.late else ():
         if text not in known:
@@ -91,6 +94,7 @@ def _check_late(settings: Settings, controls: list[str], where: str) -> None:
                 f"additional_special_tokens has {text!r:.80}, but no file beside {where} gives it an id, and "
                 "transformers leaves it out; name it in added_tokens_decoder of tokenizer_config.json, with its id"
             )
+    return replace(settings, extra=[]) if settings.late else settings
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
