@@ -212,6 +212,8 @@ def test_names_on_the_command_line(tmp_path: Path) -> None:
     assert parse_adapter("/some/where/") == ("where", "/some/where/")
     assert parse_adapter("x=/a=b") == ("x", "/a=b")
     assert parse_adapter(str(tmp_path / "a=b")) == ("a=b", str(tmp_path / "a=b"))
+    assert parse_adapter(f"lr=1={tmp_path / 'a=b'}") == ("lr=1", str(tmp_path / "a=b"))
+    assert parse_adapter("/missing/lr=1") == ("lr=1", "/missing/lr=1")
     for wrong in ("=path", "name=", "="):
         with pytest.raises(UsageError):
             parse_adapter(wrong)

@@ -121,6 +121,12 @@ def test_greedy_ignores_groups():
     assert routed(parsed("deepseek_v2", topk_method="greedy", n_group=3, topk_group=1)).groups == 0
 
 
+def test_one_group_of_which_one_is_taken_is_greedy():
+    changes = {"n_group": 1, "topk_group": 1}
+    grouped = parsed("deepseek_v2", topk_method="group_limited_greedy", **changes)
+    assert routed(grouped) == routed(parsed("deepseek_v2", topk_method="greedy", **changes))
+
+
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 16.0])
 def test_scaling_and_renormalising_are_switches_of_their_own_in_v3(normalised: bool, scale: float):

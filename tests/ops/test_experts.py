@@ -174,6 +174,17 @@ def _routers() -> dict[str, tuple[Any, RouterSpec]]:
             ),
             grouped,
         ),
+        "deepseek_v2, one group": (
+            v2.DeepseekV2TopkRouter(
+                _config(
+                    "deepseek_v2",
+                    **routed | {"n_group": 1, "topk_group": 1},
+                    topk_method="group_limited_greedy",
+                    routed_scaling_factor=1.7,
+                )
+            ),
+            RouterSpec(16, 4, scale=1.7),
+        ),
         "deepseek_v3": (
             v3.DeepseekV3TopkRouter(_config("deepseek_v3", **routed, norm_topk_prob=True, routed_scaling_factor=2.5)),
             v3_spec,
@@ -187,7 +198,7 @@ def _routers() -> dict[str, tuple[Any, RouterSpec]]:
 
 NAMES = (
     *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2, greedy", "deepseek_v2, groups"),
-    *("deepseek_v3", "deepseek_v3, as they are"),
+    *("deepseek_v2, one group", "deepseek_v3", "deepseek_v3, as they are"),
 )
 
 

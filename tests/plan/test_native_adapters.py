@@ -12,6 +12,7 @@ from plait.engine.reference_executor import ReferenceExecutor
 from plait.errors import EngineError, UsageError
 from plait.kernels.native import native_library, reason
 from plait.model.record import record
+from plait.plan.adapters import PackedAdapters, groups_of
 from plait.plan.executor import NativeExecutor
 from plait.weights.pack import pack_decoder
 from tests.adapters import ids_for, make_adapter
@@ -208,6 +209,16 @@ def test_a_step_with_adapters_that_are_not_there_is_refused(wrong: np.ndarray, t
     ids, inputs = script.step([(0, 9)])
     with pytest.raises(EngineError, match="adapter"):
         native.execute(ids, replace(inputs, adapter_ids=wrong))
+
+
+def test_a_plan_whose_products_an_adapter_was_not_packed_for_is_no_silent_loss(tmp_path) -> None:
+    decoder = make(raw_of("llama"))
+    native, _ = executor(decoder, pack_decoder(decoder))
+    groups = list(groups_of(native.lowered).values())
+    adapters = two_adapters(tmp_path, decoder)
+    PackedAdapters(adapters, groups).give(native.plan)
+    with pytest.raises(AssertionError, match="not packed for"):
+        PackedAdapters(adapters, groups[1:]).give(native.plan)
 
 
 def test_adapters_that_are_refused_leave_those_that_are_there(tmp_path) -> None:

@@ -84,6 +84,26 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -
     convert(directory, tmp_path / name)
 
 
+def test_what_could_not_be_replaced_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, target = model_directory(tmp_path, "llama"), tmp_path / "x.gguf"
+    target.write_text("mine")
+
+    def refuse(source: Path, name: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(source), None, str(name))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(WeightError, match="x.gguf cannot be written: Permission denied; what was there is as it was"):
+        convert(directory, target, force=True)
+    assert target.read_text() == "mine"
+
+
+def test_a_file_of_the_source_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model_directory(tmp_path, "llama")
+    (directory / "merges.txt").symlink_to(tmp_path)  # a directory is no file
+    with pytest.raises(WeightError, match=r"cannot be written: Is a directory \(.*merges.txt\); nothing was left"):
+        convert(directory, tmp_path / "x")
+
+
 def test_what_the_disk_has_no_room_for_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = model_directory(tmp_path, "llama")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
@@ -106,9 +126,12 @@ def test_the_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
         convert(directory, tmp_path / "x.gguf")
+        convert(directory, tmp_path / "x")
     finally:
         os.umask(mask)
     assert (tmp_path / "x.gguf").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "x").iterdir()} == {0o640}
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x"])

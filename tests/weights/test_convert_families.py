@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 import plait
+from plait.model.config import keeps_float32
 from plait.model.families import families
 from plait.weights.convert import convert
 from plait.weights.gguf_writer.architectures import WRITERS
@@ -43,6 +44,10 @@ def assert_same_bytes(found: Path, expected: Path, but: Sequence[str] = ()) -> N
             assert np.array_equal(a.raw(name), b.raw(name)), name
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
 def test_every_family_has_a_configuration() -> None:
     assert set(families()) == set(CONFIGS)
 
@@ -53,12 +58,27 @@ def test_a_directory_is_what_save_pretrained_writes(family: str, tmp_path: Path)
     plait.load(source, "fp32").save_pretrained(tmp_path / "saved")
     report = convert(source, tmp_path / "converted")
     assert_same_bytes(tmp_path / "converted", tmp_path / "saved")
+    assert files_of(tmp_path / "converted") == files_of(tmp_path / "saved")
     assert not report.expanded and not report.skipped
     with safe_open(tmp_path / "converted" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     again: Any = plait.load(tmp_path / "converted", "fp32")
     for name, parameter in plait.load(source, "fp32").named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "gpt2"])
+def test_bf16_is_what_a_bf16_model_saves_with_routers_in_fp32(family: str, tmp_path: Path) -> None:
+    source = saved(CONFIGS[family], tmp_path / "source")
+    decoder: Any = plait.load(source, "bf16")
+    decoder.save_pretrained(tmp_path / "saved")
+    convert(source, tmp_path / "converted", dtype="bf16")
+    assert files_of(tmp_path / "converted") == files_of(tmp_path / "saved")
+    found = SafetensorsSource(tmp_path / "converted")
+    formats = {name: found.info(name).format for name in found.names()}
+    routers = sum(keeps_float32(name) for name, _ in decoder.named_parameters())
+    assert sum(kind == "F32" for kind in formats.values()) == routers and set(formats.values()) <= {"F32", "BF16"}
+    assert (routers > 0) == (family != "gpt2")
 
 
 # What GGUF cannot say of the configurations above, by family.

@@ -15,6 +15,7 @@ import plait
 from plait.errors import UsageError
 from plait.model.decoder import build
 from plait.model.families import families, parse_config
+from plait.weights import hf_writer
 from plait.weights.export import save_pretrained
 from tests.configs import CONFIGS
 from tests.tiny import tiny_model_dir
@@ -114,6 +115,15 @@ def test_a_save_that_fails_at_the_last_moment_leaves_the_old_directory(
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_float64_is_kept(tmp_path: Path) -> None:
+    decoder = plait.from_config(CONFIGS["llama"], dtype=torch.float64)
+    decoder.save_pretrained(tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model.norm.weight"), decoder.model.norm.weight)
+        assert torch.equal(file.get_tensor("lm_head.weight"), decoder.lm_head.weight)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float64"
+
+
 def test_a_file_is_no_place_to_save_into(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
@@ -121,12 +131,10 @@ def test_a_file_is_no_place_to_save_into(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors.torch
-
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(hf_writer, "write_safetensors", full)
     with pytest.raises(OSError, match="No space"):
         plait.from_config(CONFIGS["llama"]).save_pretrained(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

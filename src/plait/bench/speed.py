@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,20 +44,17 @@ def measure_decode(
         report = _start("decode", path, ours, theirs, threads, rounds, new_tokens=new_tokens)
         costs = measure_costs(ours.bundle)
         for context, prompt in prompts.items():
-            sides: dict[str, Callable[[], Any]] = {
-                name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()
-            }
             read_bytes = max(costs.weight_bytes, _MIN_READ_BYTES)
-            sides["read"] = partial(read_rate, read_bytes, threads)
-            found = alternate(sides, rounds, advance)
-            rates = Summary(found.pop("read"))
+            runs = {name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()}
+            found, rate = _in_turn(runs, partial(read_rate, read_bytes, threads), rounds, advance)
+            assert rate is not None
             per_token = costs.bytes_read(context + new_tokens // 2)
             report["rows"].append(
                 make_row(
                     f"decode after {context:,} tokens",
                     "tokens/s",
-                    {name: [new_tokens / t.decode_s for t in runs] for name, runs in found.items()},
-                    limit=(_read_words(rates.median, read_bytes), rates.median / per_token),
+                    {name: [new_tokens / t.decode_s for t in timings] for name, timings in found.items()},
+                    limit=(_read_words(rate, read_bytes), rate / per_token),
                     details={
                         "MB read per token": per_token / 1e6,
                         "multiply-adds per token, M": costs.operations() / 1e6,
@@ -89,19 +86,15 @@ def measure_prefill(
         report = _start("prefill", path, ours, theirs, threads, rounds)
         costs = measure_costs(ours.bundle)
         for length, prompt in prompts.items():
-            sides: dict[str, Callable[[], Any]] = {
-                name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()
-            }
-            sides["products"] = partial(_prompt_seconds, costs, length, threads)
-            found = alternate(sides, rounds, advance)
-            seconds = [s for s in found.pop("products") if s is not None]
+            runs = {name: partial(side.complete, prompt, new_tokens) for name, side in _named(ours, theirs).items()}
+            found, seconds = _in_turn(runs, partial(_prompt_seconds, costs, length, threads), rounds, advance)
             kinds = "products in " + ", ".join(sorted({*costs.multiply_adds, costs.head[0]})) + ", attention in F32"
             report["rows"].append(
                 make_row(
                     f"prefill of {length:,} tokens",
                     "tokens/s",
-                    {name: [length / t.prompt_s for t in runs] for name, runs in found.items()},
-                    limit=(kinds, length / Summary(seconds).median) if seconds else None,
+                    {name: [length / t.prompt_s for t in timings] for name, timings in found.items()},
+                    limit=(kinds, length / seconds) if seconds else None,
                     details={"leading tokens equal to ours": _equal(found)},
                 )
             )
@@ -153,12 +146,9 @@ def measure_batch(
         costs = measure_costs(ours.bundle)
         for count, prompts in prompts_of.items():
             outputs = outputs_of[count]
-            sides: dict[str, Callable[[], Any]] = {
-                name: partial(side.batch, prompts, outputs) for name, side in _named(ours, theirs).items()
-            }
-            sides["limit"] = partial(_batch_seconds, costs, [len(prompt) for prompt in prompts], outputs, threads)
-            found = alternate(sides, rounds, advance)
-            seconds = [s for s in found.pop("limit") if s is not None]
+            runs = {name: partial(side.batch, prompts, outputs) for name, side in _named(ours, theirs).items()}
+            limit = partial(_batch_seconds, costs, [len(prompt) for prompt in prompts], outputs, threads)
+            found, seconds = _in_turn(runs, limit, rounds, advance)
             generated = sum(outputs)
             details: dict[str, Any] = {
                 "requests with our first token": _equal_firsts(found),
@@ -169,8 +159,8 @@ def measure_batch(
                 make_row(
                     f"{count} requests" + (" of random lengths" if random_lengths else ""),
                     "tokens/s",
-                    {name: [generated / t.seconds for t in runs] for name, runs in found.items()},
-                    limit=("products and reading", generated / Summary(seconds).median) if seconds else None,
+                    {name: [generated / t.seconds for t in timings] for name, timings in found.items()},
+                    limit=("products and reading", generated / seconds) if seconds else None,
                     details=details,
                 )
             )
@@ -189,6 +179,15 @@ def python_share(step_times: Sequence[tuple[float, float]]) -> dict[str, str]:
         "Python's share of a step": f"p50 {percentile(shares, 0.5):.1%}, p99 {percentile(shares, 0.99):.1%}",
         "Python per step": f"p50 {middle:,.0f} us, p99 {most:,.0f} us",
     }
+
+
+def _in_turn(
+    runs: Mapping[str, Callable[[], Any]], limit: Callable[[], float | None], rounds: int, advance: Advance
+) -> tuple[dict[str, list[Any]], float | None]:
+    """Every side's runs, and the median of what limits them, measured between them; None where nothing measures it."""
+    found = alternate({**runs, "limit": limit}, rounds, advance)
+    measured = [value for value in found.pop("limit") if value is not None]
+    return found, Summary(measured).median if measured else None
 
 
 def _prompt_seconds(costs: Costs, tokens: int, threads: int) -> float | None:

@@ -59,10 +59,18 @@ def check_name(name: Any) -> None:
 
 
 def parse_adapter(text: str) -> tuple[str, str]:
-    """(name, directory) from NAME=DIRECTORY or from a directory, whose own name it is then."""
-    name, equals, path = text.partition("=")
-    if not equals or Path(text).exists():
+    """(name, directory) from NAME=DIRECTORY or from a directory, whose own name it is then.
+
+    A directory of this very name counts first, then the first = before a directory that there is, then the first =.
+    What begins as a path does (/, ./, ../, ~) has no name before it.
+    """
+    cuts = [text[:at] for at, character in enumerate(text) if character == "="]
+    if not cuts or Path(text).exists() or text.startswith(("/", "./", "../", "~")):
         name, path = Path(text).resolve().name, text
+    else:
+        rest = {name: text[len(name) + 1 :] for name in cuts}
+        name = next((name for name in cuts if rest[name] and Path(rest[name]).is_dir()), cuts[0])
+        path = rest[name]
     if not name or not path:
         raise UsageError(f"--adapter {text!r:.100}: write NAME=DIRECTORY, or a directory")
     return name, path

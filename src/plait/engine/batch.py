@@ -42,11 +42,8 @@ def adapter_ids(seqs: Iterable[SequenceState]) -> NDArray[np.int32] | None:
     return np.array(numbers, np.int32) if any(numbers) else None
 
 
-def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_reach: bool = False) -> Batch:
-    """Lay the scheduled tokens out one after another, those of one adapter together; takes the queued copies along.
-
-    with_reach: the model's rotary table depends on the most tokens that a sequence will have (StepInputs.reach).
-    """
+def build_batch(counts: dict[SequenceState, int], manager: BlockManager) -> Batch:
+    """Lay the scheduled tokens out one after another, those of one adapter together; takes the queued copies along."""
     counts = {seq: counts[seq] for seq in by_adapter(counts)}
     query_start = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(np.fromiter(counts.values(), np.int32, len(counts)), out=query_start[1:])
@@ -71,12 +68,10 @@ def build_batch(counts: dict[SequenceState, int], manager: BlockManager, with_re
         block_table=manager.block_tables([s.held for s in counts]),
         copies=manager.take_copies(),
     )
-    reach = None
-    if with_reach:
-        reach = np.repeat([s.owner.max_total_tokens for s in counts], list(counts.values())).astype(np.int32)
+    totals = np.fromiter((s.owner.max_total_tokens for s in counts), np.int32, len(counts))
     inputs = StepInputs(
         sequences=sequences,
-        reach=reach,
+        reach=np.repeat(totals, np.diff(query_start)),
         logit_rows=np.asarray(rows, np.int32),
         adapter_ids=adapter_ids(counts),
     )

@@ -247,7 +247,7 @@ class Engine:
                 return self._give_up_on_first()
         if not counts:
             return []
-        batch = build_batch(counts, self.blocks, with_reach=self.short_rope_tokens > 0)
+        batch = build_batch(counts, self.blocks)
         now = time.monotonic()
         for seq in counts:
             if seq.owner.timing.first_scheduled_s is None:

@@ -92,6 +92,13 @@ def paired(file: str, ours: str, kinds: Sequence[str] = ("weight",), rows: RowsO
     return tuple(Rule(f"{file}.{kind}", (f"{ours}.{kind}",), rows) for kind in kinds)
 
 
+def joined_q_k_v(
+    file: str, attention: str, rows: RowsOf, kinds: Sequence[str] = ("weight", "bias")
+) -> tuple[Rule, ...]:
+    """Rules for q, k and v in one tensor. file: its module; attention: the module of ours that has the three."""
+    return tuple(Rule(f"{file}.{kind}", tuple(f"{attention}.{p}_proj.{kind}" for p in "qkv"), rows) for kind in kinds)
+
+
 def in_turn(*sizes: int) -> Rows:
     """Rows of parts of these sizes that stand one after the other."""
     return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])

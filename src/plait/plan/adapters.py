@@ -44,7 +44,7 @@ class PackedAdapters:
         self.names = [adapter.name for adapter in adapters]
         self._targets = [frozenset(adapter.targets) for adapter in adapters]
         self._sites: list[dict[Group, _Site]] = []
-        known = list(dict.fromkeys(groups))
+        known = self._groups = dict.fromkeys(groups)
         for adapter in adapters:
             packed: dict[MatrixRef, PackedWeight] = {}
             self._sites.append(
@@ -78,9 +78,10 @@ class PackedAdapters:
                 )
 
     def give(self, plan: NativePlan) -> None:
-        """Make them the plan's, or raise as `check` does."""
+        """Make them the plan's, or raise as `check` does. The plan's groups are among those given at first."""
         self.check(plan)
         groups = groups_of(plan.lowered)
+        assert self._groups.keys() >= set(groups.values()), "a plan with products that the adapters were not packed for"
         for number, sites in enumerate(self._sites, 1):
             plan.set_adapter(number, [_struct(op, sites[group]) for op, group in groups.items() if group in sites])
 

@@ -7,19 +7,21 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_text
-from plait.text.added_tokens import MAX_GAP, AddedEntry, place, register
 from plait.text.backend_errors import backend_errors
+from plait.text.configured_tokens import Settings, add_configured_tokens
 from plait.text.detokenizer import byte_of_printable
 from plait.text.gguf_tokenizer import MergeStore, stored_merges
 from plait.text.pretokenizers import PreTokenizer, pre_tokenizer
 from plait.text.sentencepiece_model import MAX_TOKEN_CHARS, MAX_TOKENIZER_BYTES, NORMAL, check_texts
 from plait.weights.sources import probable_cause
+
+# How far beyond the number of tokens an id may lie: the table of ids has a place for each up to the largest.
+_MAX_GAP = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,19 @@ class TokenizerClass:
     """What a class that tokenizer_config.json names means for such files.
 
     pre: the pre-tokeniser's name. special: named tokens that the class has where the files name none. reserved: so many
-    ids behind the vocabulary are special tokens, those without a name called <|reserved_token_ID|>.
+    ids behind the vocabulary are special tokens, those without a name called <|reserved_token_ID|>. only_texts: whether
+    its special tokens have no flags of their own, whatever the files say.
     """
 
     pre: str
     special: Mapping[str, str]
     reserved: int = 0
+    only_texts: bool = False
 
 
 _END = "<|endoftext|>"
 _GPT2 = TokenizerClass("gpt-2", {"bos_token": _END, "eos_token": _END, "unk_token": _END})
-_QWEN2 = TokenizerClass("qwen2", {"eos_token": _END, "pad_token": _END})
+_QWEN2 = TokenizerClass("qwen2", {"eos_token": _END, "unk_token": _END, "pad_token": _END}, only_texts=True)
 VOCAB_CLASSES = {
     "GPT2Tokenizer": _GPT2,
     "CodeGenTokenizer": _GPT2,
@@ -90,7 +94,7 @@ def read_vocab(path: Path) -> dict[str, int]:
     if not isinstance(data, dict) or not data:
         raise TokenizerError(f"{path} must hold a JSON object of tokens and ids")
     for text, id in data.items():
-        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < len(data) + MAX_GAP:
+        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < len(data) + _MAX_GAP:
             raise TokenizerError(f"{path}: {id!r:.40} is no id of token {text!r:.80} among {len(data)}")
         if len(text) > MAX_TOKEN_CHARS:
             raise TokenizerError(f"{path}: token {id} has {len(text)} characters (at most {MAX_TOKEN_CHARS})")
@@ -124,24 +128,25 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 def build_from_vocab(
     vocabulary: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
-    entries: Sequence[AddedEntry],
+    settings: Settings,
     kind: TokenizerClass,
     where: str,
     add_prefix_space: bool = False,
 ) -> Any:
     """The `tokenizers.Tokenizer` of vocab.json and merges.txt. Raises TokenizerError."""
-    from tokenizers import pre_tokenizers
+    from tokenizers import AddedToken, pre_tokenizers
 
     for pair in merges:
         if not (pair[0] in vocabulary and pair[1] in vocabulary and pair[0] + pair[1] in vocabulary):
             raise TokenizerError(f"{where}: vocabulary and merges do not fit each other: {pair} makes no token")
-    placed = place(entries, vocabulary, where)
     if add_prefix_space and kind is not _GPT2:
         raise TokenizerError(f"add_prefix_space with {where} is supported for {_names_of(_GPT2)} only")
-    backend = _byte_level(dict(vocabulary) | placed, merges, pre_tokenizer(kind.pre), where)
+    backend = _byte_level(dict(vocabulary), merges, pre_tokenizer(kind.pre), where)
     if add_prefix_space:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
-    register(backend, entries)
+    add_configured_tokens(backend, settings)
+    if kind.only_texts:
+        backend.add_tokens([AddedToken(text, special=True) for text in settings.special_texts])
     return backend
 
 
@@ -189,33 +194,22 @@ def _dense(tokens: dict[int, str], path: Path) -> list[str]:
 
 def build_from_ranks(
     tokens: list[str],
-    entries: Sequence[AddedEntry],
+    settings: Settings,
     kind: TokenizerClass,
     where: str,
     store: MergeStore | None = None,
 ) -> Any:
     """The `tokenizers.Tokenizer` of a tiktoken.model: of two neighbours that make a token those are joined first whose
     token has the lowest rank. Raises TokenizerError."""
+    from tokenizers import AddedToken
+
     vocabulary = {token: rank for rank, token in enumerate(tokens)}
-    names = {entry.id: entry.text for entry in entries if entry.id is not None}
-    reserved = [
-        AddedEntry(names.get(id, f"<|reserved_token_{id}|>"), id, {"special": True})
-        for id in range(len(tokens), len(tokens) + kind.reserved)
-    ]
-    own = {entry.text: entry for entry in entries}
-    # The model knows the ranks alone. `tokenizers` numbers added tokens on from there, so that there must be no hole.
-    behind = [own.get(entry.text, entry) for entry in reserved]
-    behind += [entry for entry in entries if entry.text not in {e.text for e in reserved}]
-    placed = place(behind, vocabulary, where)
-    new = sorted(id for id in placed.values() if id >= len(tokens))
-    if new != list(range(len(tokens), len(tokens) + len(new))):
-        raise TokenizerError(f"added token {new[-1]} leaves a hole behind the {len(tokens)} tokens of {where}")
     merges = stored_merges(tokens, [NORMAL] * len(tokens), range(0, -len(tokens), -1), store)
     backend = _byte_level(vocabulary, merges, pre_tokenizer(kind.pre), where)
-    in_order = [replace(e, flags={"special": True, **e.flags}) for e in sorted(behind, key=lambda e: placed[e.text])]
-    for _, run in groupby(in_order, key=lambda entry: entry.special):
-        # In one call the special ones would come before all others.
-        register(backend, list(run))
+    reserved = {id: f"<|reserved_token_{id}|>" for id in range(len(tokens), len(tokens) + kind.reserved)}
+    reserved = {id: text for id, text in reserved.items() if id not in settings.described}
+    described = {id: AddedToken(text, special=True) for id, text in reserved.items()} | dict(settings.described)
+    add_configured_tokens(backend, replace(settings, described=described))
     return backend
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import check_readable, read_json_if_there, read_text
-from plait.text.added_tokens import says_all
 from plait.text.backend_errors import backend_errors
-from plait.text.configured_tokens import STANDARD_NAMES, add_configured_tokens
+from plait.text.configured_tokens import add_to_tokenizer_json
 from plait.text.sentencepiece_model import MAX_TOKENIZER_BYTES
 from plait.text.tokenizer import CachedMerges, Tokenizer
 from plait.text.tokenizer_files import (
@@ -34,18 +33,15 @@ def load_directory(directory: Path) -> Tokenizer:
     if file.exists():
         backend = _read_tokenizer_json(file)
         with backend_errors(f"{file} cannot be used"):
-            settings = add_configured_tokens(backend, directory)
+            settings = add_to_tokenizer_json(backend, directory)
             backend.encode("a\u0301 A")
         config, special_tokens = settings.config, settings.special_tokens
         say_disagreements(directory, backend)
     elif files_in(directory):
-        named = _read_json(directory / "tokenizer_config.json")
-        if not says_all(named):
-            named |= _read_json(directory / "special_tokens_map.json")
-        texts = {name: _text(named[name]) for name in STANDARD_NAMES if named.get(name)}
-        backend, special_tokens = build_from_files(directory, named, texts, CachedMerges)
+        backend, settings = build_from_files(directory, CachedMerges)
+        special_tokens = settings.special_tokens
         # What is saved is a tokenizer.json, which the class of the old files would not read.
-        config = {**named, **special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {**settings.config, **special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
         config.pop("auto_map", None)
     else:
         raise TokenizerError(_missing(directory))
@@ -83,14 +79,6 @@ def _missing(directory: Path) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     return read_json_if_there(file, TokenizerError)
-
-
-def _text(token: Any) -> str:
-    """A token in tokenizer_config.json is its text or an object with `content`."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str):
-        raise TokenizerError(f"a special token in tokenizer_config.json must be text or have content, not {token!r}")
-    return text
 
 
 def _end_of_sequence(directory: Path, backend: Any, special_tokens: Mapping[str, str]) -> Iterator[int]:

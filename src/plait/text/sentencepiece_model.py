@@ -54,6 +54,10 @@ class SentencePieceModel:
     def kind_name(self) -> str:
         return _KINDS[self.kind]
 
+    @property
+    def control_pieces(self) -> list[str]:
+        return [piece for piece, kind in zip(self.pieces, self.types, strict=True) if kind == CONTROL]
+
 
 def read_model(path: Path) -> SentencePieceModel:
     """The model in a file. Raises TokenizerError, naming the file, for what is damaged or not supported."""

@@ -14,13 +14,13 @@ What has no counterpart there is spelled with what there is:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from plait.errors import TokenizerError
-from plait.text.added_tokens import AddedEntry, place, register
 from plait.text.backend_errors import backend_errors
+from plait.text.configured_tokens import Settings, add_configured_tokens
 from plait.text.gguf_tokenizer import MergeStore, stored_merges
 from plait.text.sentencepiece_model import (
     BPE,
@@ -42,55 +42,45 @@ _USER_DEFINED_BYTE = 0.1
 
 def build_backend(
     model: SentencePieceModel,
-    entries: Sequence[AddedEntry],
+    settings: Settings,
     *,
     where: str,
     legacy: bool = True,
     add_prefix_space: bool = True,
     store: MergeStore | None = None,
 ) -> Any:
-    """A `tokenizers.Tokenizer` with the model's pieces and the added entries, at their ids.
+    """A `tokenizers.Tokenizer` with the model's pieces and the settings' tokens behind them.
 
     where: the model's file, for errors. legacy: as in transformers, see above. add_prefix_space: False leaves the dummy
     prefix out whatever the model says. store: keeps the merges of a BPE model. Raises TokenizerError.
     """
     from tokenizers import Tokenizer
 
-    merges = _merges(model, store) if model.kind == BPE else []
-    model = _renamed(model, entries, where)
-    vocabulary = {piece: id for id, piece in enumerate(model.pieces)}
-    placed = place(entries, vocabulary, where)
     prefixed = model.add_dummy_prefix and add_prefix_space
-    vocabulary |= placed
-    if model.kind == BPE:
-        backend = Tokenizer(_bpe(model, vocabulary, merges, where))
-    else:
-        backend = Tokenizer(_unigram(model, vocabulary, where))
+    merges = _merges(model, store) if model.kind == BPE else []
+    model = _renamed(model, settings, where)
+    backend = Tokenizer(_bpe(model, merges, where) if model.kind == BPE else _unigram(model, where))
     backend.normalizer = _normalizer(model, prefixed and legacy)
-    steps = _pre_tokenizers(model, vocabulary, first_prefixed=prefixed and not legacy)
+    steps = _pre_tokenizers(model, first_prefixed=prefixed and not legacy)
     if steps is not None:
         backend.pre_tokenizer = steps
     backend.decoder = _decoder(model, strip=prefixed or model.remove_extra_whitespaces)
-    controls = [
-        AddedEntry(piece, id, {"special": True, "normalized": False})
-        for id, (piece, kind) in enumerate(zip(model.pieces, model.types, strict=True))
-        if (kind == CONTROL or id == model.unk_id) and piece not in placed
-    ]
-    register(backend, [*controls, *entries], normalized=False)
+    add_configured_tokens(backend, settings, [*model.control_pieces, model.pieces[model.unk_id]], in_raw_text=True)
     return backend
 
 
-def _renamed(model: SentencePieceModel, entries: Sequence[AddedEntry], where: str) -> SentencePieceModel:
+def _renamed(model: SentencePieceModel, settings: Settings, where: str) -> SentencePieceModel:
     """The model with the texts that added tokens give to its ids: unused pieces become the marks of a chat so."""
     pieces, types = list(model.pieces), list(model.types)
     ids = {piece: id for id, piece in enumerate(pieces)}
-    for entry in entries:
-        id = entry.id
-        if id is None or id >= len(pieces) or pieces[id] == entry.text:
+    for id, token in settings.described.items():
+        if id >= len(pieces) or pieces[id] == token.content:
             continue
-        if entry.text in ids or types[id] == BYTE:
-            raise TokenizerError(f"token {id} is {pieces[id]!r:.80} in {where}, but {entry.text!r:.80} was added as it")
-        pieces[id] = entry.text
+        if token.content in ids or types[id] == BYTE:
+            raise TokenizerError(
+                f"token {id} is {pieces[id]!r:.80} in {where}, but {token.content!r:.80} was added as it"
+            )
+        pieces[id] = token.content
         types[id] = types[id] if types[id] != NORMAL else UNUSED
     return replace(model, pieces=pieces, types=types)
 
@@ -102,15 +92,13 @@ def _merges(model: SentencePieceModel, store: MergeStore | None) -> list[tuple[s
     return stored_merges(model.pieces, types, model.scores, store)
 
 
-def _bpe(
-    model: SentencePieceModel, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], where: str
-) -> Any:
+def _bpe(model: SentencePieceModel, merges: Sequence[tuple[str, str]], where: str) -> Any:
     from tokenizers import models
 
     ordinary = {piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == NORMAL}
     with backend_errors(f"{where} cannot be used"):
         return models.BPE(
-            vocab=dict(vocabulary),
+            vocab={piece: id for id, piece in enumerate(model.pieces)},
             # Those of a piece that has got another text are gone.
             merges=[pair for pair in merges if ordinary.issuperset((*pair, pair[0] + pair[1]))],
             unk_token=model.pieces[model.unk_id],
@@ -120,23 +108,16 @@ def _bpe(
         )
 
 
-def _unigram(model: SentencePieceModel, vocabulary: Mapping[str, int], where: str) -> Any:
+def _unigram(model: SentencePieceModel, where: str) -> Any:
     from tokenizers import models
 
-    scored = {}
+    scored: list[tuple[str, float]] = []
     for piece, score, kind in zip(model.pieces, model.scores, model.types, strict=True):
         if kind == USER_DEFINED:
             score = _USER_DEFINED_BYTE * (len(piece.encode()) - 1)
-        scored[piece] = score if kind in (NORMAL, USER_DEFINED) else _NEVER
-    by_id = {id: text for text, id in vocabulary.items()}
-    # Where an added token leaves a hole the list needs a text that nothing else has.
-    texts = [by_id.get(id, f"<|hole_{id}|>") for id in range(max(by_id) + 1)]
+        scored.append((piece, score if kind in (NORMAL, USER_DEFINED) else _NEVER))
     with backend_errors(f"{where} cannot be used"):
-        return models.Unigram(
-            [(text, scored.get(text, _NEVER)) for text in texts],
-            unk_id=model.unk_id,
-            byte_fallback=model.byte_fallback,
-        )
+        return models.Unigram(scored, unk_id=model.unk_id, byte_fallback=model.byte_fallback)
 
 
 def _normalizer(model: SentencePieceModel, prefixed: bool) -> Any:
@@ -151,7 +132,7 @@ def _normalizer(model: SentencePieceModel, prefixed: bool) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _pre_tokenizers(model: SentencePieceModel, vocabulary: Mapping[str, int], first_prefixed: bool) -> Any:
+def _pre_tokenizers(model: SentencePieceModel, first_prefixed: bool) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     steps: list[Any] = []
@@ -162,7 +143,7 @@ def _pre_tokenizers(model: SentencePieceModel, vocabulary: Mapping[str, int], fi
         longest_first = sorted(whole, key=len, reverse=True)
         steps.append(pre_tokenizers.Split(Regex("|".join(map(_literal, longest_first))), "isolated"))
         ordinary = {p for p, kind in zip(model.pieces, model.types, strict=True) if kind in (NORMAL, USER_DEFINED)}
-        reserved = [text for text in vocabulary if text not in ordinary and text not in BYTE_PIECES and len(text) > 1]
+        reserved = [text for text in model.pieces if text not in ordinary and text not in BYTE_PIECES and len(text) > 1]
         never_whole = [f"{_literal(text[0])}(?={_literal(text[1:])}\\z)" for text in reserved]
         if model.byte_fallback:
             never_whole.append(r"<(?=0x[0-9A-F]{2}>\z)")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.errors import TokenizerError
 from plait.jsonfile import read_json_if_there
-from plait.text.added_tokens import AddedEntry, added_entries, says_all
 from plait.text.byte_level_files import (
-    TokenizerClass,
     build_from_ranks,
     build_from_vocab,
     rank_class,
@@ -20,6 +19,7 @@ from plait.text.byte_level_files import (
     read_vocab,
     vocab_class,
 )
+from plait.text.configured_tokens import Settings, check_ids, read_settings
 from plait.text.gguf_tokenizer import MergeStore, set_prefix
 from plait.text.sentencepiece_model import NORMAL, read_model
 from plait.text.sentencepiece_tokenizer import build_backend
@@ -36,36 +36,29 @@ def files_in(directory: Path) -> list[str]:
     return found + [VOCAB] * all((directory / name).exists() for name in (VOCAB, MERGES))
 
 
-def build_from_files(
-    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], store: Callable[[Path], MergeStore]
-) -> tuple[Any, dict[str, str]]:
-    """The `tokenizers.Tokenizer` of the first of `files_in`, and its named tokens.
+def build_from_files(directory: Path, store: Callable[[Path], MergeStore]) -> tuple[Any, Settings]:
+    """The `tokenizers.Tokenizer` of the first of `files_in`, and what the files beside it say.
 
-    config: special_tokens_map.json and tokenizer_config.json together; special_tokens: the named tokens in it; store:
-    gives the store for the merges of a file. Raises TokenizerError, naming the file.
+    store: gives the store for the merges of a file. Raises TokenizerError, naming the file.
     """
     name, *others = files_in(directory)
     if others:
         log.warning("%s has %s too; %s is used", directory, " and ".join(others), name)
-    added = {} if says_all(config) else read_json_if_there(directory / "added_tokens.json", TokenizerError)
     path = directory / name
-
-    named = dict(special_tokens)
-
-    def entries(defaults: Mapping[str, str]) -> list[AddedEntry]:
-        # A token that the files name as null is none.
-        named.update({role: text for role, text in defaults.items() if role not in config})
-        return added_entries(config, added, named)
-
+    settings = read_settings(directory)
+    config = settings.config
     tokenizer_class = config.get("tokenizer_class")
     if tokenizer_class is not None and not isinstance(tokenizer_class, str):
         raise TokenizerError(f"tokenizer_class in tokenizer_config.json must be text, not {tokenizer_class!r:.80}")
     if name == SENTENCEPIECE:
         model = read_model(path)
         ids = {"bos_token": model.bos_id, "eos_token": model.eos_id, "unk_token": model.unk_id}
+        settings = _without_late(settings, [*model.control_pieces, model.pieces[model.unk_id]], str(path))
+        texts = dict(enumerate(model.pieces)) | {id: token.content for id, token in settings.described.items()}
+        settings = settings.with_defaults({role: texts[id] for role, id in ids.items() if id is not None})
         backend = build_backend(
             model,
-            entries({role: model.pieces[id] for role, id in ids.items() if id is not None}),
+            settings,
             where=str(path),
             legacy=_flag(config, "legacy", True),
             add_prefix_space=_flag(config, "add_prefix_space", True),
@@ -73,25 +66,35 @@ def build_from_files(
         )
     elif name == RANKS:
         kind = rank_class(tokenizer_class)
-        there = {entry.text for entry in added_entries(config, added, named)}
-        backend = build_from_ranks(read_ranks(path), entries(_known(kind, there)), kind, str(path), store(path))
+        there = {token.content for token in settings.described.values()}
+        settings = settings.with_defaults({role: text for role, text in kind.special.items() if text in there})
+        backend = build_from_ranks(read_ranks(path), settings, kind, str(path), store(path))
     else:
         model_config = read_json_if_there(directory / "config.json", TokenizerError)
         kind = vocab_class(tokenizer_class, model_config.get("model_type"))
-        vocabulary = read_vocab(path)
-        known = _known(kind, vocabulary)
+        settings = settings.with_defaults(kind.special)
         prefix_space = _flag(config, "add_prefix_space", False)
         merges = read_merges(directory / MERGES)
-        backend = build_from_vocab(vocabulary, merges, entries(known), kind, str(path), prefix_space)
-    bos = backend.token_to_id(named.get("bos_token", ""))
+        backend = build_from_vocab(read_vocab(path), merges, settings, kind, str(path), prefix_space)
+    check_ids(backend, settings, str(path))
+    bos_text = settings.special_tokens.get("bos_token", "")
+    bos = backend.token_to_id(bos_text)
     if bos is not None and _flag(config, "add_bos_token", name == SENTENCEPIECE):
-        set_prefix(backend, [(named["bos_token"], bos)])
-    return backend, named
+        set_prefix(backend, [(bos_text, bos)])
+    return backend, settings
 
 
-def _known(kind: TokenizerClass, texts: Container[str]) -> dict[str, str]:
-    """The class's own named tokens, as far as these texts have them."""
-    return {role: text for role, text in kind.special.items() if text in texts}
+def _without_late(settings: Settings, controls: list[str], where: str) -> Settings:
+    """The settings without a list that does not count beside a tokenizer.model. Raises TokenizerError where it has
+    tokens that nothing else speaks of."""
+    known = {*(token.content for token in settings.described.values()), *settings.special_tokens.values(), *controls}
+    for text in settings.extra_texts if settings.late else ():
+        if text not in known:
+            raise TokenizerError(
+                f"additional_special_tokens has {text!r:.80}, but no file beside {where} gives it an id, and "
+                "transformers leaves it out; name it in added_tokens_decoder of tokenizer_config.json, with its id"
+            )
+    return replace(settings, extra=[]) if settings.late else settings
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:

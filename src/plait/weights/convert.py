@@ -26,7 +26,7 @@ from plait.weights.gguf_source import GGUFSource
 from plait.weights.gguf_writer.file import FileTensor, write_gguf
 from plait.weights.gguf_writer.model import GGUFContents, copied_contents, model_contents
 from plait.weights.gguf_writer.recipes import AUTO, check_type
-from plait.weights.hf_files import move_into_place
+from plait.weights.hf_files import move_into_place, umask
 from plait.weights.hf_writer import directory_contents, write_directory
 from plait.weights.joined import JoinedSource
 from plait.weights.locate import locate
@@ -329,7 +329,7 @@ def _write_file(path: Path, contents: GGUFContents, progress: Progress, force: b
             with progress(total) as advance:
                 write_gguf(temporary, contents.metadata, contents.tensors, lambda tensor: advance(tensor.nbytes))
             _sync(temporary)
-            os.chmod(temporary, 0o666 & ~_umask())
+            os.chmod(temporary, 0o666 & ~umask())
             _check_target(path, True, force)  # another one may have been written meanwhile
             os.replace(temporary, path)
         finally:
@@ -368,7 +368,15 @@ def _failing_whole(path: Path, total: int) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or f"the disk may be full ({error})"  # NumPy names no cause
-        raise WeightError(f"{path} cannot be written: {why}; nothing was left under that name") from error
+        if isinstance(error.filename, str | Path) and not _is_ours(Path(error.filename), path):
+            why += f" ({error.filename})"
+        left = "what was there is as it was" if path.exists() else "nothing was left under that name"
+        raise WeightError(f"{path} cannot be written: {why}; {left}") from error
+
+
+def _is_ours(file: Path, target: Path) -> bool:
+    """Whether this is the target, or what is written under another name beside it."""
+    return file == target or any(part.startswith(f".{target.name}-") for part in file.parts)
 
 
 def _sync(path: Path) -> None:
@@ -378,12 +386,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _grouped(fallbacks: list[list[str]]) -> dict[tuple[str, str], list[str]]:

@@ -139,10 +139,17 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def umask() -> int:
+    """The permissions that this process gives to nothing that it makes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def move_into_place(temporary: Path, directory: Path) -> None:
     """Swap an existing directory for the new one; what a save does not write moves across afterwards."""
     if not directory.exists():
-        os.chmod(temporary, 0o755)
+        os.chmod(temporary, 0o777 & ~umask())
         os.rename(temporary, directory)
         return
     shutil.copymode(directory, temporary)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.model.config import ModelConfig
+from plait.model.config import ModelConfig, keeps_float32
 from plait.model.families import family
 from plait.weights.gguf_writer.file import FileTensor
 from plait.weights.gguf_writer.model import encoded
@@ -31,7 +31,7 @@ from plait.weights.safetensors_writer import write_safetensors
 from plait.weights.transposed import matches, turned_shape
 
 _STORAGE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass
@@ -53,8 +53,8 @@ def directory_contents(
 ) -> DirectoryContents:
     """The tensors under the names of the family's Hugging Face files.
 
-    dtype: "bf16", "fp16", "fp32" for all of them; None: what the metadata of a GGUF file of ours (recorded) says of the
-    original, else as they are stored, quantised ones as float32.
+    dtype: "bf16", "fp16", "fp32" for all of them but a router's, which stay float32; None: what the metadata of a GGUF
+    file of ours (recorded) says of the original, else as they are stored, quantised ones as float32.
     """
     names = family(config.model_type).names
     outgoing = Outgoing(parameters, config, names)
@@ -63,7 +63,9 @@ def directory_contents(
     sizes: Counter[str] = Counter()
     rounded: set[str] = set()
     for tensor in outgoing:
-        storage = _STORAGE[dtype] if dtype is not None else _storage(tensor, original)
+        storage = _storage(tensor, original) if dtype is None else _STORAGE[dtype]
+        if dtype is not None and all(keeps_float32(part.name) for part in tensor.assignment.parts):
+            storage = "F32"
         turn = matches(names.transposed, tensor.name)
 
         def data(tensor: OutTensor = tensor, storage: str = storage, turn: bool = turn) -> NDArray[np.uint8]:
@@ -73,7 +75,7 @@ def directory_contents(
         shape = turned_shape(tensor.shape) if turn else tensor.shape
         contents.tensors.append(FileTensor(tensor.name, shape, storage, data))
         contents.copied += tensor.is_copied(storage) and not turn
-        quantised = [kind for kind in tensor.stored if kind not in ("F64", *_DTYPES)]
+        quantised = [kind for kind in tensor.stored if kind not in _DTYPES]
         contents.expanded.update(quantised)
         if quantised and storage not in ("F32", tensor.storage):
             rounded.add(_DTYPES[storage])
@@ -94,8 +96,8 @@ def write_directory(
     recorded: Mapping[str, Any],
     *,
     shard_bytes: int,
-    tokenizer: bool,
-    done: Callable[[FileTensor], None],
+    tokenizer: bool = True,
+    done: Callable[[FileTensor], None] = lambda tensor: None,
 ) -> None:
     """Fill an existing, empty directory. source: whose tokenizer it gets."""
     _write_weights(contents.tensors, directory, shard_bytes, done)
@@ -115,7 +117,9 @@ def _storage(tensor: OutTensor, original: tuple[str, Mapping[str, str]] | None) 
         found = others.get(tensor.name, default)
         if found in _DTYPES:
             return found
-    return tensor.storage if tensor.storage in _DTYPES else "F32"
+    # float32 is the widest that is computed; wider numbers are only copied.
+    keeps = tensor.storage in _DTYPES and (tensor.storage != "F64" or tensor.is_copied("F64"))
+    return tensor.storage if keeps else "F32"
 
 
 def _original_dtypes(recorded: Mapping[str, Any]) -> tuple[str, Mapping[str, str]] | None:

@@ -220,8 +220,6 @@ class DecoderParameters:
 
     def rows(self, name: str) -> Rows:
         tensor = self._tensors[name].detach().cpu().contiguous()
-        if str(tensor.dtype) == "torch.float64":
-            tensor = tensor.float()
         import torch
 
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -232,7 +230,7 @@ class DecoderParameters:
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _NUMBERS = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
-_STORAGES = {"float64": "F32", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STORAGES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Writes safetensors files, one tensor at a time: the sizes are known before the numbers are. No torch.
 
 Layout: the header's length as uint64, the header as JSON padded with spaces to a multiple of 8, the tensors' bytes one
-after the other.
+after the other, those of the widest numbers first: every number then lies at a multiple of its width.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from plait.weights.gguf_writer.file import FileTensor
+from plait.weights.numbers import BYTES
 
 _METADATA = {"format": "pt"}
 
@@ -19,7 +20,8 @@ _METADATA = {"format": "pt"}
 def write_safetensors(
     path: Path, tensors: Sequence[FileTensor], done: Callable[[FileTensor], None] = lambda tensor: None
 ) -> None:
-    """Write one file of plain tensors (storage "F32", "F16" or "BF16"). done: called after each."""
+    """Write one file of plain tensors (storage "F64", "F32", "F16" or "BF16"). done: called after each."""
+    tensors = sorted(tensors, key=lambda tensor: -BYTES[tensor.storage])
     header: dict[str, object] = {"__metadata__": _METADATA}
     place = 0
     for tensor in tensors:

@@ -106,6 +106,8 @@ def deepseek_v2(read: ConfigReader) -> ModelConfig:
         if groups["groups"] < 1:
             raise ConfigError(f"n_group={groups['groups']} must be at least 1 for topk_method='group_limited_greedy'")
         groups |= {"group_score": "best", "masked": "zero"}
+        if groups["groups"] == groups["top_groups"] == 1:  # every expert is in the only group
+            groups = {}
     # As the authors' code does it, and not transformers: weights are renormalised or scaled, never both.
     renormalised = read.flag("norm_topk_prob") and read.integer("num_experts_per_tok") > 1
     chosen = router(

@@ -13,7 +13,7 @@ from plait.errors import ConfigError
 from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RotaryUse
 from plait.model.families import register
 from plait.model.families.llama import activation, exact_head_width, sizes, special_tokens
-from plait.model.name_map import NameMap, Rule, paired
+from plait.model.name_map import NameMap, Rule, joined_q_k_v, paired
 from plait.model.reader import ConfigReader
 
 
@@ -55,14 +55,7 @@ NAMES = NameMap(
         *paired(f"{_FILE}.self_attention.dense", f"{_OURS}.self_attn.o_proj", _BOTH),
         *paired(f"{_FILE}.mlp.dense_h_to_4h", f"{_OURS}.mlp.up_proj", _BOTH),
         *paired(f"{_FILE}.mlp.dense_4h_to_h", f"{_OURS}.mlp.down_proj", _BOTH),
-        *(
-            Rule(
-                f"{_FILE}.self_attention.query_key_value.{kind}",
-                tuple(f"{_OURS}.self_attn.{part}_proj.{kind}" for part in "qkv"),
-                rows=grouped_qkv,
-            )
-            for kind in _BOTH
-        ),
+        *joined_q_k_v(f"{_FILE}.self_attention.query_key_value", f"{_OURS}.self_attn", grouped_qkv),
     )
 )
 

@@ -8,7 +8,7 @@ from plait.errors import ConfigError
 from plait.model.config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RotaryUse
 from plait.model.families import register
 from plait.model.families.llama import activation, exact_head_width, sizes, special_tokens
-from plait.model.name_map import NameMap, Rule, paired, q_k_v_rows
+from plait.model.name_map import NameMap, joined_q_k_v, paired, q_k_v_rows
 from plait.model.reader import ConfigReader
 
 _OURS = "model.layers.{i}"
@@ -21,14 +21,7 @@ GPT2_NAMES = NameMap(
         *paired("transformer.ln_f", "model.norm", _BOTH),
         *paired(f"{_J}.ln_1", f"{_OURS}.input_layernorm", _BOTH),
         *paired(f"{_J}.ln_2", f"{_OURS}.post_attention_layernorm", _BOTH),
-        *(
-            Rule(
-                f"{_J}.attn.c_attn.{kind}",
-                tuple(f"{_OURS}.self_attn.{part}_proj.{kind}" for part in "qkv"),
-                rows=q_k_v_rows,
-            )
-            for kind in _BOTH
-        ),
+        *joined_q_k_v(f"{_J}.attn.c_attn", f"{_OURS}.self_attn", q_k_v_rows),
         *paired(f"{_J}.attn.c_proj", f"{_OURS}.self_attn.o_proj", _BOTH),
         *paired(f"{_J}.mlp.c_fc", f"{_OURS}.mlp.up_proj", _BOTH),
         *paired(f"{_J}.mlp.c_proj", f"{_OURS}.mlp.down_proj", _BOTH),

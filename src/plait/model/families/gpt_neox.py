@@ -17,7 +17,7 @@ from plait.model.config import (
 )
 from plait.model.families import register
 from plait.model.families.llama import activation, exact_head_width, sizes, special_tokens
-from plait.model.name_map import NameMap, Rule, paired
+from plait.model.name_map import NameMap, joined_q_k_v, paired
 from plait.model.reader import ConfigReader
 
 
@@ -40,14 +40,7 @@ NAMES = NameMap(
         *paired(f"{_FILE}.attention.dense", f"{_OURS}.self_attn.o_proj", _BOTH),
         *paired(f"{_FILE}.mlp.dense_h_to_4h", f"{_OURS}.mlp.up_proj", _BOTH),
         *paired(f"{_FILE}.mlp.dense_4h_to_h", f"{_OURS}.mlp.down_proj", _BOTH),
-        *(
-            Rule(
-                f"{_FILE}.attention.query_key_value.{kind}",
-                tuple(f"{_OURS}.self_attn.{p}_proj.{kind}" for p in "qkv"),
-                rows=interleaved_qkv,
-            )
-            for kind in _BOTH
-        ),
+        *joined_q_k_v(f"{_FILE}.attention.query_key_value", f"{_OURS}.self_attn", interleaved_qkv),
     ),
     skip=(r"(.*\.)?attention\.(bias|masked_bias)",),
 )

@@ -115,11 +115,7 @@ class CompressedInteger(IntegerWeight):
         else:
             q = stored.astype(np.int16)
         if self._zeros is not None:
-            zeros = self._zeros[start:stop]
-            if self._order is None:
-                q -= np.repeat(zeros, self.group_size, axis=1)[:, : self.cols]
-            else:
-                q -= zeros[:, self._order]
+            q -= self.per_column(self._zeros[start:stop])
         return q
 
     def scales(self, start: int, stop: int) -> NDArray[np.float32]:

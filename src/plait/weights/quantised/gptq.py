@@ -74,12 +74,7 @@ class GptqWeight(IntegerWeight):
 
     def integers(self, start: int, stop: int) -> NDArray[np.int16]:
         q = turned(unpack_words(self.array("qweight")[:, start:stop], self.bits, self.cols), np.int16)
-        zeros = self._zeros[start:stop]
-        if self._order is None:
-            q -= np.repeat(zeros, self.group_size, axis=1)[:, : self.cols]
-        else:
-            q -= zeros[:, self._order]
-        return q
+        return q - self.per_column(self._zeros[start:stop])
 
     def scales(self, start: int, stop: int) -> NDArray[np.float32]:
         return self._all_scales[start:stop]

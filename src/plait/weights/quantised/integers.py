@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,11 @@ class IntegerWeight(Logical):
         """The group of every column, [cols]; None where they are in order, `group_size` columns each."""
         return None
 
+    def per_column(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of groups [rows, groups], given to every column [rows, cols]."""
+        order = self.column_groups()
+        return np.repeat(values, self.group_size, axis=1)[:, : self.cols] if order is None else values[:, order]
+
     @cached_property
     def format(self) -> str:
         """Q4_0, Q5_0 or Q8_0 where that holds every number exactly, else "I4" or "I8"."""
@@ -87,13 +93,8 @@ class IntegerWeight(Logical):
 
     def numbers(self, start: int, stop: int) -> NDArray[np.float32]:
         out = np.empty((stop - start, self.cols), np.float32)
-        order = self.column_groups()
         for first, last in self.chunks(self.cols, start, stop):
-            scales = self.scales(first, last)
-            if order is None:
-                scales = np.repeat(scales, self.group_size, axis=1)[:, : self.cols]
-            else:
-                scales = scales[:, order]
+            scales = self.per_column(self.scales(first, last))
             np.multiply(self.integers(first, last), scales, out=out[first - start : last - start], dtype=np.float32)
         return out
 
