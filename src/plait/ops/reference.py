@@ -322,11 +322,12 @@ def experts(
         return torch.zeros_like(x)
     if none:
         parts.insert(0, parts[0].new_zeros(none, x.shape[-1]))
-    of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
-    flat_weights = weights.reshape(-1, k, 1)
-    total = of_choice[:, 0].float() * flat_weights[:, 0]
-    for j in range(1, k):
-        total = total + of_choice[:, j].float() * flat_weights[:, j]
+    # Unbound for the same reason: of every choice that is indexed, the gradient would be one of all choices.
+    choices = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k)).unbind(1)
+    shares = weights.reshape(-1, k, 1).unbind(1)
+    total = choices[0].float() * shares[0]
+    for choice, share in zip(choices[1:], shares[1:], strict=True):
+        total = total + choice.float() * share
     return total.to(x.dtype).reshape(x.shape)
 
 
