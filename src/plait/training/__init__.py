@@ -1,0 +1,1 @@
+"""Training: data, optimisers, schedule, precision, loop, checkpoints, evaluation."""
