@@ -9,9 +9,9 @@ import tempfile
 
 import pytest
 
-
-# A model that is loaded without `threads` lets torch take every CPU. Where another process has one of them, threads that
-# spin wait for a time slice at every operation, and a tiny model takes several times as long. Read when torch is loaded.
+# A model that is loaded without `threads` lets torch take every CPU. Where another process has one of them, threads
+# that spin wait for a time slice at every operation, and a tiny model takes several times as long. Read when torch is
+# loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
