@@ -36,11 +36,15 @@ setup: $(STAMPS)/dev ## set up everything for development in $(VENV)
 demo: $(STAMPS)/demo ## set up what a user needs and answer PROMPT with a real model
 	$(VENV)/bin/plait generate --chat -p "$(PROMPT)"
 
+# Two processes, each with one thread of torch's. Each begins with its half in the order of the files, so that most
+# fixtures that tests share are made once, and whoever is done first takes over from the other.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
 test: $(STAMPS)/dev ## every test that needs no other engine
-	$(PY) -m pytest -m "not peer" $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m "not peer" $(PYTEST_ARGS)
 
 test-fast: $(STAMPS)/dev ## unit tests without real models, under a minute
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow and not real_model and not peer" $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m "not slow and not real_model and not peer" $(PYTEST_ARGS)
 
 test-peers: $(STAMPS)/dev ## tests against other engines, each in a virtual environment outside this folder
 	$(PY) tools/peers.py install $(TEST_PEERS)

@@ -166,7 +166,8 @@ def generate_alone(
     stops = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
     output: list[int] = []
     while True:
-        row = logits_without_cache(executor, tokens.array)[-1:]
+        last = states_without_cache(executor, tokens.array)[-1:]
+        row = executor.transform(logits_of(last, executor.vocab_size, executor.sharpness))
         (token,) = sampler.sample(StepResult(*best_of(row, sampler.vocab_size), row), [0], [state]).token_ids
         tokens.append(token)
         state.observe(token)

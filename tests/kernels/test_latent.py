@@ -206,6 +206,7 @@ def test_what_does_not_hold_together_is_refused() -> None:
     assert "write_kv" in spoilt(op(0, inputs=(1, 1)), SHAPES["without rotation"])
 
 
+@pytest.mark.slow
 def test_every_instruction_set() -> None:
     """A plan takes one set per process: the checks above again, in processes of their own."""
     code = (

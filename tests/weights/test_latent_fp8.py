@@ -201,6 +201,7 @@ def engine(path: Path, form: LatentForm, plan: str) -> LLM:
     return LLM.from_bundle(build_engine(LoadedModel(native.config, "v3", {}, native, vocab_size=VOCABULARY), **options))
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("form", FORMS)
 def test_every_plan_says_the_greedy_text_of_the_copy(form: LatentForm, directories: tuple[Path, Path]) -> None:

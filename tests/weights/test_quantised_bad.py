@@ -232,6 +232,7 @@ def mutate(block: dict[str, Any], tensors: Parts, rng: random.Random) -> tuple[d
     return block, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_checkpoints_are_read_or_refused(name: str, tmp_path: Path) -> None:
     block, tensors = case(name)

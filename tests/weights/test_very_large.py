@@ -225,6 +225,7 @@ def command(*words: str) -> tuple[dict[str, Any] | list[Any], float]:
     return json.loads(text), usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATENT)
 def test_inspect_of_a_hundred_thousand_tensors_in_two_seconds(tmp_path: Path, name: str) -> None:
     config, files, published = LATENT[name]
@@ -242,6 +243,7 @@ def test_inspect_of_a_hundred_thousand_tensors_in_two_seconds(tmp_path: Path, na
     assert round(facts["config"]["parameters"]["total"], -8) == published and seconds < LIMIT_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_inspect_of_a_family_that_runs_counts_every_parameter(tmp_path: Path, name: str) -> None:
     config, tensors, shards = SHAPES[name]
