@@ -53,7 +53,26 @@ def in_bf16(proved: Proved) -> Any:
         router = model.get_submodule(name.removesuffix(".weight")).float()
         router.load_state_dict(proved.model.get_submodule(name.removesuffix(".weight")).state_dict())
         router.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
+    same_frequencies(model, proved)
     return model
+
+
+def same_frequencies(model: Any, proved: Proved) -> None:
+    """Give the reference plait's rotary frequencies where they are equal but for the last digits.
+
+    Its own are powers in float32, whose last digit depends on the processor; one digit there turns a cosine to the
+    next bf16 number, and that is as much as the rounding that is judged here.
+    """
+    ours = [torch.tensor(table.inv_freq) for table in proved.decoder.rotary_tables]
+    for name, theirs in model.named_buffers():
+        for table in ours if name.endswith("inv_freq") else ():
+            if table.shape == theirs.shape and torch.allclose(table, theirs, rtol=1e-6, atol=0):
+                theirs.copy_(table)
+        if name.endswith(".embed_positions"):  # GPT-J keeps sines and cosines
+            angles = torch.arange(len(theirs))[:, None] * ours[0]
+            turns = torch.cat((angles.sin(), angles.cos()), dim=1)
+            assert torch.allclose(turns, theirs.float(), atol=1e-2)
+            theirs.copy_(turns)
 
 
 def rms(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -75,7 +94,7 @@ def test_bf16_logits_are_closer_to_those_of_transformers_than_either_is_to_fp32(
         ours, wrong = (d.logits(d(proved.ids)) for d in (decoder, other_casts))
     rounding = rms(theirs, proved.reference)
     rms_norms = decoder.config.final_norm.kind == "rms"
-    # Three configurations with LayerNorm come to 0.32 to 0.41; which cast differs there has not been found.
+    # Two configurations with LayerNorm come to 0.36 and 0.40; which cast differs there has not been found.
     assert rms(ours, theirs) < (0.3 if rms_norms else 0.45) * rounding
     if rms_norms:
         assert rms(wrong, theirs) > 0.5 * rounding, "a cast in another place would be seen"
