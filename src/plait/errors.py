@@ -56,5 +56,9 @@ class RecordingError(PlaitError):
     """The forward did something outside the closed set of operations while it was being recorded."""
 
 
+class TrainingError(PlaitError):
+    """A training run that cannot go on, or a run directory that cannot be used."""
+
+
 class EngineError(PlaitError):
     """The engine cannot go on (its process died, its state failed an integrity check)."""
