@@ -1,0 +1,1 @@
+"""Training: data, optimisers, the step, the loop, checkpoints."""
