@@ -265,6 +265,16 @@ def _eligible(selection: Tensor, spec: RouterSpec) -> Tensor:
     return chosen.unsqueeze(-1).expand(grouped.shape).flatten(-2)
 
 
+def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+    """The slots of ids int [N, k] sorted by expert, as int64 [N k], and how many each expert has, those of none first.
+
+    Slot s is the choice s % k of token s // k; a negative id is none. An expert has its slots in order.
+    """
+    chosen = ids.reshape(-1)
+    counts = torch.bincount(chosen.clamp(min=-1) + 1, minlength=num_experts + 1)
+    return chosen.argsort(stable=True), counts.tolist()
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -282,14 +292,13 @@ def experts(
 
     gate_up: [E, 2F, D] with the gate's rows first (gated False: [E, F, D], up alone), its bias [E, 2F]; down: [E, D,
     F], its bias [E, D]. kind, numbers: as of `gate`. Tokens are sorted by expert, so that each expert runs once, on one
-    slice; no token is dropped. The sum over k is made in fp32, in the order of `ids`.
+    slice; no token is dropped. An id of -1 is no expert and adds nothing: padding in training, which costs nothing so.
+    The sum over k is made in fp32, in the order of `ids`.
     """
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
-    chosen = ids.reshape(-1).long()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
-    slices = tokens.index_select(0, order // k).split(counts)
+    order, (none, *counts) = by_expert(ids, len(gate_up))
+    slices = tokens.index_select(0, order[none:] // k).split(counts)
     # One unbind for all experts: indexing each would give every one a gradient of the whole stack's size.
     stacks = [[None] * len(gate_up) if w is None else w.unbind(0) for w in (gate_up, gate_up_bias, down, down_bias)]
     parts = []
@@ -304,6 +313,8 @@ def experts(
             parts.append(F.linear(hidden, w_out, b_out))
     if not parts:
         return torch.zeros_like(x)
+    if none:
+        parts.insert(0, parts[0].new_zeros(none, x.shape[-1]))
     of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
     flat_weights = weights.reshape(-1, k, 1)
     total = of_choice[:, 0].float() * flat_weights[:, 0]
