@@ -78,7 +78,7 @@ def test_the_mean_is_over_the_targets_of_the_step() -> None:
         decoder.lm_head.bias.copy_(torch.cat((p, 1 - p.sum(0, keepdim=True))).log())  # type: ignore[union-attr]
     one, three = batch_of([[1, 0]], 3), batch_of([[1, 1, 1, 1]], 3)
     assert (one.target_count, three.target_count) == (1, 3)
-    total = sum(float(step_loss(decoder, b, valid=4).total) for b in (one, three))
+    total = sum(float(step_loss(decoder, b, valid=4).cross_entropy) for b in (one, three))
     assert total == pytest.approx(1.25, abs=1e-12)
 
 
@@ -96,7 +96,7 @@ def test_a_batch_without_a_target_gives_a_zero_that_can_be_backpropagated() -> N
 def test_a_target_outside_the_vocabulary_is_named() -> None:
     decoder = plait.from_config(CONFIGS["llama"], seed=0)
     with pytest.raises(UsageError, match="target 96 is outside the vocabulary of 96"):
-        step_loss(decoder, batch_of([[5, 6, 96]], 200))
+        step_loss(decoder, batch_of([[5, 6, 96]], 96))
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -117,7 +117,9 @@ def test_labels_are_drawn_from_the_models_own_distribution() -> None:
         decoder.lm_head.bias.copy_(p.log())  # type: ignore[union-attr]
     draws = 20_000
     hidden = torch.zeros(1, draws, decoder.config.hidden_size)
-    summed_cross_entropy(decoder, hidden, torch.zeros(1, draws, dtype=torch.long), torch.Generator().manual_seed(7)).backward()
+    summed_cross_entropy(
+        decoder, hidden, torch.zeros(1, draws, dtype=torch.long), torch.Generator().manual_seed(7)
+    ).backward()
     bias = decoder.lm_head.bias
     assert bias is not None and bias.grad is not None
     drawn = p - bias.grad / draws  # the frequency of each label

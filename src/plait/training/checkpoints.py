@@ -76,7 +76,7 @@ def last_good(run: Path, warn: Callable[[str], None]) -> Found | None:
     Those that are not are named to `warn`. Raises TrainingError where there are some and none of them is whole: to
     begin anew would be to lose a run.
     """
-    leftovers = [p for p in (run / FOLDER).glob(".step-*")] if (run / FOLDER).is_dir() else []
+    leftovers = list((run / FOLDER).glob(".step-*")) if (run / FOLDER).is_dir() else []
     for path in leftovers:  # a save that was killed; the lock says that nobody writes now
         shutil.rmtree(path, ignore_errors=True)
     steps = steps_of(run)
@@ -87,7 +87,9 @@ def last_good(run: Path, warn: Callable[[str], None]) -> Found | None:
             return Found(path, step, read_json(path / STATE, TrainingError))
         warn(f"{path}: {fault}; the checkpoint before it is used")
     if any((directory_of(run, step) / MARKER).exists() for step in steps):
-        raise TrainingError(f"{run}: none of its {len(steps)} checkpoints is whole; give out= another directory to begin anew")
+        raise TrainingError(
+            f"{run}: none of its {len(steps)} checkpoints is whole; give out= another directory to begin anew"
+        )
     return None
 
 

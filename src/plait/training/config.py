@@ -38,10 +38,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """tokens: non-padding tokens to see in all. batch_tokens: of one step, padding included. micro_tokens: the most that
-    go through the model at once, null for the whole step; a matter of memory, not of the result (but for dropout's
-    numbers and `experts.balance_scope: micro`). clip: largest norm of the gradients, 0 for none. patience: so many steps
-    in a row that are not finite end the run. memory_fraction: of a GPU's memory."""
+    """tokens: non-padding tokens to see in all. batch_tokens: of one step, padding included. micro_tokens: the most
+    that go through the model at once, null for the whole step; a matter of memory, not of the result (but for dropout's
+    numbers and `experts.balance_scope: micro`). clip: largest norm of the gradients, 0 for none. patience: so many
+    steps in a row that are not finite end the run. memory_fraction: of a GPU's memory."""
 
     tokens: int = 10_000_000
     batch_tokens: int = 16_384
@@ -62,8 +62,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Loss on the validation split. every_tokens: null for twenty times in a run, 0 for never. batches: the most of them,
-    null for all."""
+    """Loss on the validation split. every_tokens: null for twenty times in a run, 0 for never. batches: the most of
+    them, null for all."""
 
     every_tokens: int | None = None
     batches: int | None = 50
@@ -100,7 +100,7 @@ class RunConfig:
     threads: int | None = None
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     experts: ExpertsConfig = ExpertsConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -132,7 +132,7 @@ FREE = ("out", "threads", "checkpoints", "evaluate", "sample", "log", "device")
 
 
 def load_config(path: Path, words: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a recipe with `key=value` words. Raises ConfigError or UsageError with the key's full path."""
+    """The configuration of a recipe with `key=value` words. Raises ConfigError or UsageError with the key's path."""
     recipe = apply_overrides(read_recipe(path), words)
     config = build_tree(RunConfig, recipe)
     return config if config.out else replace(config, out=str(Path("runs") / path.stem))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from plait.training.live import LiveSampler
 from plait.training.logs import Behind, JsonLines
 from plait.training.micro import cut, seed_of
 from plait.training.precision import Precision
+from plait.training.progress import duration
 from plait.training.run import RunDirectory
 from plait.training.schedule import factor
 from plait.training.step import RoutingTerms, StepReport, TrainingStep
@@ -54,7 +55,8 @@ class Display(Protocol):
 @dataclass
 class Parts:
     """What a run is made of. train: its batches by number. valid: held-out batches. languages: names of the batches'
-    language numbers. tokenizer: for samples, None where there is none."""
+    language numbers. tokenizer: for samples, None where there is none. fingerprint: of the data, which a run that goes
+    on must find as it was."""
 
     decoder: Decoder
     optimizer: torch.optim.Optimizer
@@ -64,6 +66,7 @@ class Parts:
     languages: tuple[str, ...] = ()
     tokenizer: Any = None
     routing: RoutingTerms | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,24 @@ class Summary:
     seconds: float
     skipped: dict[str, int]
     stopped: signal.Signals | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        stopped = None if self.stopped is None else self.stopped.name
+        return asdict(self) | {"checkpoint": str(self.checkpoint or ""), "stopped": stopped}
+
+    def lines(self) -> Iterator[str]:
+        """How it ended, in words."""
+        last = "" if self.loss is None else f", loss {self.loss:.4f}"
+        yield f"{self.steps:,} steps, {self.tokens:,} tokens{last}, {duration(self.seconds)} in this process"
+        if self.best is not None:
+            loss, step = self.best["loss"], self.best["step"]
+            yield f"best validation loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) at step {step:,}"
+        skipped = ", ".join(f"{count:,} ({why})" for why, count in self.skipped.items() if count)
+        if skipped:
+            yield f"skipped steps: {skipped}"
+        yield f"checkpoint: {self.checkpoint}" if self.checkpoint else "no checkpoint was saved"
+        if self.stopped is not None:
+            yield f"ended by {self.stopped.name}; the same command goes on"
 
 
 class Loop:
@@ -103,7 +124,6 @@ class Loop:
         self._saved: Path | None = None if found is None else found.path
         self._signal: signal.Signals | None = None
         self._sampler: LiveSampler | None = None
-        self._routing_of_log: dict[str, Any] = {}
         t = config.train
         self.stepper = TrainingStep(
             parts.decoder,
@@ -198,6 +218,11 @@ class Loop:
             record["skipped"] = report.skipped
         if report.scale is not None:
             record["loss_scale"] = report.scale
+        if report.curvature:
+            record["curvature"] = True
+        unclipped = getattr(self.parts.optimizer, "unclipped_share", None)  # Sophia's
+        if unclipped is not None and report.skipped is None:
+            record["unclipped_share"] = unclipped()
         if report.routing:
             record["routing"] = report.routing
         self.display.step(record, self._speed.seconds_left(total - self.tokens))
@@ -215,21 +240,23 @@ class Loop:
         self._write({"kind": "valid", "step": self.step_number, "tokens": self.tokens, **figures})
         loss = figures["loss"]
         if loss is None or not math.isfinite(loss):
-            self.display.line(f"step {self.step_number}: the validation split has no loss ({figures['targets']} targets)")
+            self.display.line(
+                f"step {self.step_number}: the validation split has no loss ({figures['targets']} targets)"
+            )
             return False
         improved = self.best is None or loss < self.best["loss"]
         if improved:
             self.best = {"step": self.step_number, "loss": loss}
         note = ", the best so far" if improved else ""
-        self.display.line(f"step {self.step_number}: validation loss {loss:.4f}, perplexity {figures['perplexity']:.2f}{note}")
+        self.display.line(
+            f"step {self.step_number}: validation loss {loss:.4f}, perplexity {figures['perplexity']:.2f}{note}"
+        )
         return improved
 
     def _sample(self) -> None:
         config = self.config.sample
         if self._sampler is None:
-            self._sampler = LiveSampler(
-                self.parts.decoder, self.parts.tokenizer, config.max_tokens, config.temperature
-            )
+            self._sampler = LiveSampler(self.parts.decoder, self.parts.tokenizer, config.max_tokens, config.temperature)
         try:
             texts = self._sampler.sample(config.prompts, seed_of(self.config.seed, self.step_number, "samples"))
         except PlaitError as error:  # a text to look at is not worth a run
@@ -259,6 +286,7 @@ class Loop:
             "best": self.best,
             "loss": self.last_loss,
             "steps": self.stepper.state_dict(),
+            "data": self.parts.fingerprint,
         }
         self._log.sync()
         try:
@@ -277,6 +305,11 @@ class Loop:
 
     def _restore(self, found: checkpoints.Found) -> None:
         state = found.state
+        if state["data"] != self.parts.fingerprint:
+            raise TrainingError(
+                f"{self.run_directory.path}: the training data are not those that the run was begun with: restore the"
+                " files, or begin a new run with out=ANOTHER"
+            )
         self.step_number, self.tokens = int(state["step"]), int(state["tokens"])
         self.best, self.last_loss = state["best"], state["loss"]
         self.stepper.load_state_dict(state["steps"])

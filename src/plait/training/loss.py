@@ -22,7 +22,7 @@ _MULTIPLE = 64
 @dataclass(frozen=True)
 class StepLoss:
     """total: the scalar with its graph. cross_entropy: the part of it that is the sum of -log p over this batch's
-    targets divided by `valid`, detached. targets, tokens: of this batch. hidden_finite is not looked at here."""
+    targets divided by `valid`, detached. targets, tokens: of this batch."""
 
     total: Tensor
     cross_entropy: Tensor
@@ -56,7 +56,7 @@ def step_loss(
 
 
 def step_inputs(batch: Batch) -> StepInputs:
-    """What the forward is told of a batch; masks that mask nothing are left out, so that attention takes its fast way."""
+    """What the forward is told of a batch. A mask that masks nothing is left out: attention then takes its fast way."""
     mask = None if bool(batch.token_mask.all()) else batch.token_mask
     return StepInputs(positions=batch.positions, token_mask=mask, segment_ids=batch.segment_ids)
 
@@ -105,9 +105,7 @@ def _chunks(rows: Tensor, targets: Tensor, vocabulary: int) -> Any:
     return zip(rows.split(count), targets.split(count), strict=True) if len(rows) else ()
 
 
-def _logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float
-) -> tuple[Tensor, Tensor | None]:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float) -> tuple[Tensor, Tensor | None]:
     """Logits [R, V] in at least fp32 as `Decoder.logits` has them, and where they are capped, tanh of them."""
     logits = torch.nn.functional.linear(x * scale if scale != 1.0 else x, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

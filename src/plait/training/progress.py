@@ -51,6 +51,15 @@ class PlainDisplay:
     def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def stage(self, what: str, done: int, total: int) -> None:
+        """How the data is coming along."""
+        now = time.monotonic()
+        if now - self._last >= self._every_s:
+            self._last = now
+            self.line(
+                f"{what}: {done:,} of {total:,}" if total > 1 else f"{what} ({done:,})" if done else f"{what} ..."
+            )
+
     def close(self) -> None: ...
 
 
@@ -72,6 +81,11 @@ class TerminalDisplay:
 
     def line(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        """How the data is coming along."""
+        share = f" {done / total:.0%}" if total > 1 else f" ({done:,})" if done else ""
+        self._progress.update(self._task, description=f"{what}{share}")
 
     def close(self) -> None:
         self._progress.stop()

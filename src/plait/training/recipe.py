@@ -86,7 +86,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `under`: mappings are merged, other values replaced. A model of another type replaces the whole."""
+    """`over` laid on `under`: mappings are merged, other values replaced; so is a model of another type, as a whole."""
     merged = dict(under)
     for key, value in over.items():
         old = merged.get(key)
@@ -98,7 +98,7 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_overrides(recipe: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """The recipe with `some.key=VALUE` words applied in order, values in YAML (`schedule.kind=wsd`, `train.clip=0.5`)."""
+    """The recipe with words such as `schedule.kind=wsd` or `train.clip=0.5` applied in order. Values are YAML."""
     result = dict(recipe)
     for word in words:
         path, sign, text = word.partition("=")
@@ -110,3 +110,9 @@ def apply_overrides(recipe: Mapping[str, Any], words: Iterable[str]) -> dict[str
             value = {key: value}
         result = merge(result, value)
     return result
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """A plain tree as a YAML text that `parse_yaml` reads back."""
+    text: str = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, width=120)
+    return text

@@ -8,11 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from plait.errors import TrainingError, UsageError
-from plait.training.recipe import parse_yaml
 from plait.jsonfile import read_text
+from plait.training.recipe import dump_yaml, parse_yaml
 from plait.weights.runs import CONFIG, FOLDER
 
 LOG = "log.jsonl"
@@ -68,8 +66,7 @@ class RunDirectory:
         return data
 
     def store_config(self, config: dict[str, Any]) -> None:
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
-        _replace(self.path / CONFIG, f"# The resolved configuration; `plait train {self.path.name}` resumes.\n{text}")
+        _replace(self.path / CONFIG, f"# The resolved configuration of this run.\n{dump_yaml(config)}")
 
     def cut_log(self, step: int) -> None:
         """Drop the log's lines of later steps, and a line that was being written when the process ended."""

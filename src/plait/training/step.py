@@ -45,7 +45,8 @@ class RoutingTerms(Protocol):
 @dataclass(frozen=True)
 class StepReport:
     """What one step did. loss: cross-entropy per target, in nats. tokens: non-padding. skipped: why the weights did not
-    move, None where they did. grad_norm: before clipping. scale: of the fp16 loss. routing: figures per layer."""
+    move, None where they did. grad_norm: before clipping. scale: of the fp16 loss. curvature: whether Sophia's was
+    refreshed. routing: figures per layer."""
 
     loss: float
     tokens: int
@@ -171,7 +172,7 @@ class TrainingStep:
         """Sophia's refresh (Liu et al. 2023): a backward of its own, on labels drawn from the model."""
         optimizer: Any = self.optimizer
         wants = getattr(optimizer, "wants_hessian", None)
-        if wants is None or not wants(step):
+        if wants is None or not wants(step + 1):
             return False
         for micro, batch in enumerate(batches):
             if not batch.target_count:
@@ -184,11 +185,9 @@ class TrainingStep:
         gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
         if self.scaler is not None:
             self.scaler.unscale(gradients)
-        finite = _is_finite(float(_norm(gradients)))
-        if finite:
-            optimizer.update_hessian(valid)
+        refreshed = bool(optimizer.update_hessian(valid))  # it refuses what is not finite
         optimizer.zero_grad(set_to_none=True)
-        return finite
+        return refreshed
 
     def _skip(self, batches: Sequence[Batch], step: int, report: dict[str, Any]) -> StepReport:
         """No update. An overflow in fp16 is the scaler's everyday business; anything else counts towards the end."""
@@ -206,7 +205,8 @@ class TrainingStep:
         if self._bad_in_row >= self.patience:
             raise TrainingError(
                 f"the loss or its gradients were not finite in {self._bad_in_row} steps in a row; it began at"
-                f" {self._fault}. The last checkpoint is good: resume from it with a lower learning rate or precision=fp32"
+                f" {self._fault}. The last checkpoint is good: a new run with model=THIS_RUN starts from its weights, for"
+                " example with a lower learning rate or precision=fp32"
             )
         return StepReport(**report, skipped=why, routing=figures)
 

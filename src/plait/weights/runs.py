@@ -68,6 +68,8 @@ def model_of_run(run: Path) -> Path:
     """
     whole = [step for step in steps_of(run) if complete(directory_of(run, step))]
     if not whole:
-        raise TrainingError(f"{run}: this training run has no whole checkpoint yet; `plait train {run}` goes on with it")
+        raise TrainingError(
+            f"{run}: this training run has no whole checkpoint yet; `plait train {run}` goes on with it"
+        )
     best = best_step(run)
     return directory_of(run, best if best in whole and best is not None else whole[-1])
