@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -86,11 +86,12 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
         ids[row, :count] = example.ids
         targets[row, :count] = example.targets
         mask[row, :count] = True
-        for whole, part in (
+        parts: Any = (
             (segments, example.segment_ids),
             (positions, example.positions),
             (roles, example.roles),
-        ):
+        )
+        for whole, part in parts:
             if whole is not None:
                 whole[row, :count] = part
     languages = None if first.language is None else np.array([example.language for example in examples], np.int64)
