@@ -34,7 +34,7 @@ def _wsd(share: float, c: ScheduleConfig) -> float:
 
 def _inverse_sqrt(share: float, c: ScheduleConfig) -> float:
     """Vaswani et al. 2017: sqrt(warmup / share), 1 at the end of the warm-up."""
-    return max(c.floor, sqrt(max(c.warmup, 1e-9) / share))
+    return max(c.floor, sqrt(c.warmup / share))
 
 
 def _constant(share: float, c: ScheduleConfig) -> float:
@@ -67,3 +67,5 @@ def check_schedule(config: ScheduleConfig) -> None:
     for name in ("warmup", "floor", "decay"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise UsageError(f"schedule.{name}={getattr(config, name)} must be a share between 0 and 1")
+    if config.kind == "inverse_sqrt" and not config.warmup:
+        raise UsageError("schedule.warmup=0: inverse_sqrt needs a warm-up, whose end it is measured by")
