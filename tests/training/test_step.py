@@ -1,4 +1,4 @@
-"""One step: gradients that do not depend on how it is cut, skips, scaler, clipping, dropout's numbers, Sophia's pass."""
+"""One step: gradients whatever the cut, skips, scaler, clipping, dropout's numbers, Sophia's pass."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Leading axes are free: [N, ...] in serving, [B, T, ...] in training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -196,6 +197,11 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     return torch.where(x > 0, p * x * x + beta * x, negative)
 
 
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """What is fp32 by its definition stays so where training multiplies in bf16 or fp16."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest along the last axis, largest first, the lower index first among equals (which
     torch.topk does not promise)."""
@@ -210,7 +216,8 @@ def route(
     Returns ids int32 [..., k] in descending order of their selection scores, weights fp32 [..., k] and logits fp32
     [..., E]. All of it is computed in fp32, whatever the dtypes are (`RouterSpec` has the rules).
     """
-    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    with _without_autocast(x.device.type):
+        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if spec.scores == "sparse_mixer":
         ids, weights = _sparse_mixer(logits, spec.jitter)
         return ids.int(), weights * spec.scale if spec.scale != 1.0 else weights, logits

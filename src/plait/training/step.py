@@ -205,8 +205,8 @@ class TrainingStep:
         if self._bad_in_row >= self.patience:
             raise TrainingError(
                 f"the loss or its gradients were not finite in {self._bad_in_row} steps in a row; it began at"
-                f" {self._fault}. The last checkpoint is good: a new run with model=THIS_RUN starts from its weights, for"
-                " example with a lower learning rate or precision=fp32"
+                f" {self._fault}. The last checkpoint is good: a new run with model=THIS_RUN starts from its weights,"
+                " for example with a lower learning rate or train.precision=fp32"
             )
         return StepReport(**report, skipped=why, routing=figures)
 

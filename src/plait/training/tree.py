@@ -17,8 +17,8 @@ T = TypeVar("T")
 def build_tree(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """An instance of the dataclass `kind`, nested ones included.
 
-    Fields may be bool, int, float, str, Literal, dict, dataclasses, and lists, tuples and unions of these. A whole
-    float is an int, an int is a float. Raises ConfigError naming the key by its path; for an unknown one with the nearest
+    Fields may be bool, int, float, str, Literal, dict, dataclasses, lists, tuples and unions of these. A whole float
+    is an int, an int is a float. Raises ConfigError naming the key by its path; for an unknown one with the nearest
     that is known.
     """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
