@@ -1,0 +1,24 @@
+"""Training: data, optimisers, schedule, precision, loop, checkpoints, evaluation.
+
+What stands here is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.training.optimizers import build_optimizer
+
+__all__ = ["build_optimizer"]
+
+_HOMES = {
+    "build_optimizer": "plait.training.optimizers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plait.training' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
