@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from plait.engine.loading import check_device
-from plait.errors import TrainingError, UsageError
+from plait.errors import UsageError
 from plait.kernels.native import usable_cpus
 from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder, from_config
@@ -28,8 +27,6 @@ from plait.training.routing import StepRouting
 from plait.weights.hf_files import write_tokenizer
 from plait.weights.load import load
 from plait.weights.locate import locate
-
-log = logging.getLogger("plait.training")
 
 TOKENIZER = "tokenizer"  # folder of a run
 
@@ -53,7 +50,6 @@ def assemble(config: RunConfig, run: Path, found: Found | None, progress: Progre
     folder = run / TOKENIZER
     data = build_data(config.data, _tokenizer(config, folder, start), progress)
     _keep_tokenizer(folder, data.tokenizer, start if not config.data.tokenizer.path else None)
-    _check_targets(data)
     decoder = _decoder(config, data.tokenizer, start, found)
     decoder.source = folder  # checkpoints bring it along, so that each is a model of its own
     _check_fit(config, decoder, data)
@@ -111,20 +107,6 @@ def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, start: Path | None) -> N
         write_tokenizer(start, folder)
     else:
         tokenizer.save(folder)
-
-
-def _check_targets(data: Data) -> None:
-    """Raises TrainingError where nothing of the training split is to be learnt; says it where a part has nothing."""
-    count = len(data.train)
-    looked_at = range(0, count, max(1, count // 2_000))
-    without = sum(1 for i in looked_at if not (data.train[i].targets != -100).any())
-    if without == len(looked_at):
-        raise TrainingError(
-            f"none of {len(looked_at)} training examples that were looked at has a target: is data.context too short,"
-            " so that every answer is cut off?"
-        )
-    if without * 100 > len(looked_at):
-        log.warning("%d of %d training examples that were looked at have no target", without, len(looked_at))
 
 
 def _decoder(config: RunConfig, tokenizer: Tokenizer, start: Path | None, found: Found | None) -> Decoder:
