@@ -33,7 +33,7 @@ class LiveSampler:
             )
         self._llm.refresh()
         params = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed % 2**31)
-        starts = [self._llm.tokenizer.encode(text) if text else self._beginning() for text in prompts]
+        starts = [self._tokenizer.encode(text) if text else self._beginning() for text in prompts]
         results = self._llm.generate([{"prompt_token_ids": ids} for ids in starts], params)
         return [{"prompt": p, "text": r.outputs[0].text} for p, r in zip(prompts, results, strict=True)]
 

@@ -103,7 +103,7 @@ class TrainingStep:
         norm = float(_norm(gradients))
         finite = _is_finite(norm) and _is_finite(loss)
         scale = None if self.scaler is None else self.scaler.scale
-        report = {"loss": loss, "tokens": tokens, "targets": valid, "grad_norm": norm, "scale": scale}
+        report: dict[str, Any] = {"loss": loss, "tokens": tokens, "targets": valid, "grad_norm": norm, "scale": scale}
         if not finite:
             return self._skip(batches, step, report)
         if self.clip and norm > self.clip:
