@@ -149,7 +149,7 @@ def _multiply_adds(optimizer: RoleOptimizer) -> float:
     return total * steps
 
 
-def _torch_adamw(decoder: Decoder, **how: bool) -> list[torch.optim.Optimizer]:
+def _torch_adamw(decoder: Decoder, **how: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(decoder.parameters(), lr=1e-4, **how)]
 
 
