@@ -52,6 +52,7 @@ def test_a_public_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatc
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(optimisers, "read_rate", lambda num_bytes, threads: 1e9)
     report = measure_optimisers(1, 1, TINY)
     assert "sophia-opt is not installed: pip install sophia-opt" in report["notes"]
     assert list({row["task"]: row for row in report["rows"]}["sophia"]["sides"]) == ["plait"]
