@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class AdamWRule(Rule):
     """
 
     name = "adamw"
-    states = ("exp_avg", "exp_avg_sq")
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Mapping[str, Any], steps: np.ndarray) -> Numbers:
         n = common(group)

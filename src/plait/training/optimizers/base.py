@@ -74,7 +74,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         for index in range(len(self.param_groups)):
             self._step_group(index, batch)
         for rule, moved, measured in batch.run():
-            self._take_measured(rule, moved, measured)
+            self._take_measured(rule, moved, measured.tolist())
         for members in self._members:
             for d in members:
                 master = self.state[d.parameter].get("master")

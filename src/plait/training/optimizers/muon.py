@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.kernels.native import cpu_features
 from plait.training.optimizers import native
 from plait.training.optimizers.adamw import AdamWRule
 from plait.training.optimizers.base import GroupSpec, RoleOptimizer
@@ -81,7 +82,7 @@ class MuonOptimizer(RoleOptimizer):
             directions = _momentum(group, [momenta[i] for i in some], [gradients[i] for i in some])
             stacked = torch.cat(directions).view(len(alike), rows, columns)
             steps = coefficients(group["iteration"], group["ns_steps"])
-            made = orthogonalise(stacked, steps, _dtype(group["precision"], device)).to(torch.float32)
+            made = orthogonalise(stacked, steps, precision_on(group["precision"], device)).to(torch.float32)
             updates = made.reshape(-1).split([parameters[i].numel() for i in some])
             factor = group["lr"] * scale_of(group["scale"], rows, columns)
             torch._foreach_mul_([parameters[i] for i in some], 1 - group["lr"] * group["weight_decay"])
@@ -118,10 +119,18 @@ def _momentum(group: Mapping[str, Any], momenta: list[Tensor], gradients: list[T
     return list(torch._foreach_add(gradients, momenta, alpha=group["momentum"])) if group["nesterov"] else momenta
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype:
-    """bf16 where it is asked for, or where the device multiplies it fast (CUDA from compute capability 8.0)."""
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if precision == "bf16" or (precision == "auto" and fast) else torch.float32
+def precision_on(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of the products: for "auto" bf16 where the device multiplies it faster than fp32.
+
+    That is CUDA from compute capability 8.0, and CPUs with instructions for pairs of bfloat16.
+    """
+    if precision != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        fast = device.type == "cpu" and bool(cpu_features().flags & {"avx512_bf16", "amx_bf16"})
+    return torch.bfloat16 if fast else torch.float32
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ POLAR_EXPRESS = (
 )
 # Rounding may leave singular values a little above where a step wants them; the last step forgives it.
 _SAFETY = 1.01
+# Matrices this many times as wide as high go through their Gram matrix: 2 x 4 m^2 n + 28 m^3 operations for five steps
+# in place of 5 (4 m^2 n + 2 m^3).
+WIDE = 2
 ITERATIONS = ("newton_schulz", "polar_express")
 # Below this Frobenius norm a matrix is not stretched to 1.
 SMALLEST_NORM = 1e-7
@@ -54,8 +57,33 @@ def orthogonalise(x: Tensor, steps: Coefficients, dtype: torch.dtype) -> Tensor:
     if tall:
         y = y.mT
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
-    for a, b, c in steps:
-        gram = y @ y.mT
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.baddbmm(y, factor, y, beta=a)
+    rows, columns = y.shape[-2:]
+    if dtype != torch.bfloat16 and columns >= WIDE * rows:
+        middle = len(steps) // 2
+        y = _through_gram(_through_gram(y, steps[:middle]), steps[middle:])
+    else:
+        for a, b, c in steps:
+            gram = y @ y.mT
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            y = torch.baddbmm(y, factor, y, beta=a)
     return y.mT if tall else y
+
+
+def _through_gram(y: Tensor, steps: Coefficients) -> Tensor:
+    """The same steps with two products of y's width in all: A of a step follows from A of the step before,
+
+    because X' = P X with P = a I + b A + c A^2 gives A' = P A P. What rounding does to small numbers of A grows with
+    every step (by a^2), so that a few steps are made at a time, and none in bf16.
+    """
+    if not steps:
+        return y
+    gram = y @ y.mT
+    product: Tensor | None = None
+    for step, (a, b, c) in enumerate(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if product is None else factor @ product
+        if step + 1 < len(steps):
+            gram = factor @ gram @ factor
+    assert product is not None
+    return product @ y

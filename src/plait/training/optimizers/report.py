@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +37,7 @@ def state_bytes(optimizer: RoleOptimizer) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _row(group: str, rule: str, role: str, parameters: list[Tensor], lr: Any, weight_decay: Any) -> dict[str, Any]:
+def _row(group: str, rule: str, role: str, parameters: Sequence[Tensor], lr: Any, weight_decay: Any) -> dict[str, Any]:
     numbers = sum(parameter.numel() for parameter in parameters)
     row = {"group": group, "rule": rule, "role": role, "tensors": len(parameters), "parameters": numbers}
     return {**row, "lr": lr, "weight_decay": weight_decay}
