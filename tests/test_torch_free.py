@@ -39,6 +39,8 @@ TORCH = {
     "plait.ops.interpreter",
     "plait.ops.reference",
     "plait.ops.trace",
+    "plait.training.batch",
+    "plait.training.data.batches",
     "plait.verify.compare",
     "plait.verify.report",
     "plait.verify.reference",
