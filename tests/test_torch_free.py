@@ -41,6 +41,8 @@ TORCH = {
     "plait.ops.trace",
     "plait.training.mixture",
     "plait.training.routing",
+    "plait.training.batch",
+    "plait.training.data.batches",
     "plait.verify.compare",
     "plait.verify.report",
     "plait.verify.reference",

@@ -60,7 +60,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1, padding that all of them have left out."""
-        length = int(self.token_mask[start:stop].sum(-1).max())
+        length = max(1, int(self.token_mask[start:stop].sum(-1).max()))
         cut = {}
         for field in fields(self):
             value = getattr(self, field.name)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from plait.errors import ConfigError, UsageError
 from plait.training.data.config import DataConfig
-from plait.training.precision import PRECISIONS
 from plait.training.recipe import apply_overrides, read_recipe
 from plait.training.schedule import ScheduleConfig, check_schedule
 from plait.training.tree import build_tree, differences, to_plain
@@ -120,7 +119,6 @@ class RunConfig:
         _at_least(0, "experts", self.experts, "balance", "z", "bias_update")
         if not 0 < self.train.memory_fraction <= 1:
             raise ConfigError(f"train.memory_fraction={self.train.memory_fraction} must be above 0 and at most 1")
-        assert self.train.precision in PRECISIONS
 
     def every(self, part: CheckpointConfig | EvaluateConfig) -> int:
         """The distance in tokens of saves or evaluations; 0 for none."""

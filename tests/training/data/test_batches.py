@@ -70,6 +70,7 @@ def test_documents_apart_begin_anew() -> None:
     assert second.positions is not None and second.positions.tolist() == [0, 1, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 9), st.booleans())
 def test_every_token_but_the_first_is_a_target_once(documents: list[int], window: int, apart: bool) -> None:
     stream = list(range(100, 100 + sum(documents)))
@@ -172,6 +173,7 @@ def test_an_example_longer_than_the_budget_is_refused() -> None:
         Batches(Joined([of_lengths([20, 3])], [1.0]), 16, pad_id=0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40))
 def test_packing_keeps_every_example_whole(lengths: list[int]) -> None:
     examples = of_lengths(lengths)

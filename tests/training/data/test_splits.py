@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import DataError, UsageError
@@ -114,6 +114,7 @@ def test_a_source_on_two_sides_is_a_leak_too() -> None:
     assert drop_leaks(found, "drop") == found[1:]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["train", "valid", "test"])), max_size=20))
 def test_after_dropping_no_text_is_on_two_sides(texts: list[tuple[str, str]]) -> None:
     found = [item(*text) for text in texts]

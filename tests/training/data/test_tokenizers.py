@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
@@ -42,6 +42,7 @@ def test_special_tokens_come_first(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 400
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_decoding_gives_the_text_in_nfc(text: str) -> None:
     tokenizer = trained()
@@ -50,6 +51,7 @@ def test_decoding_gives_the_text_in_nfc(text: str) -> None:
     assert not set(ids) & tokenizer.special_ids
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["<eos>", "<EOS>", "<sep", ">", "<", "<vi>", " a", "be\u0323\u0302nh", "\n"]), max_size=9)
 )

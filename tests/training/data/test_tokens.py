@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait import cachefile
@@ -47,6 +47,7 @@ def test_an_id_beyond_the_vocabulary_is_refused() -> None:
         store(65_536, Encoded([5, 70_000]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=9), max_size=9))
 def test_sequences_come_back(sequences: list[list[tuple[int, bool]]]) -> None:
     found = store(100, *(Encoded([t for t, _ in s], [int(m) for _, m in s], len(s)) for s in sequences))

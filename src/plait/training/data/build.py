@@ -141,6 +141,7 @@ class _Builder:
         entry = cachefile.read(name, _plain(key)) if cachefile.directory() is not None else None
         if entry is not None:
             return from_json(bytes(entry.arrays["json"]).decode())
+        assert self._items  # reads the rows, and says so, before the training begins
         self._progress("training the tokenizer", 0, 1)
         tokenizer = train_tokenizer(self._training_texts(wanted.max_chars), wanted.vocab_size, self._tags)
         data = np.frombuffer(json.dumps(tokenizer.specification()).encode(), np.uint8)
@@ -263,5 +264,8 @@ def _digest(key: Mapping[str, Any]) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None

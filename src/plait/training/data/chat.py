@@ -9,6 +9,7 @@ becomes a sequence for each of the assistant's turns, each as the model will see
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def _read(source: SourceConfig) -> Callable[[Row], Content | None]:
                 raise DataError(f"{row.place}: each of {source.messages} must be an object with role and content")
         asked = "\n".join(text for m in messages if m["role"] == "user" for text in _contents(m))
         tools = row.values.get("tools")
-        return Content((messages, {"tools": tools} if tools else {}), (asked,), asked)
+        content = (messages, {"tools": tools} if tools else {})
+        return Content(content, (asked,), asked) if asked.strip() else Content(content, (), json.dumps(messages))
 
     return read
 

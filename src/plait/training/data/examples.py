@@ -6,7 +6,7 @@ is made of n + 1 tokens: the first n are its input, each the next one's target w
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -185,6 +185,7 @@ class Joined:
         self._parts = list(parts)
         self.weights = tuple(weights)
         self.starts = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
+        self._starts: list[int] = self.starts.tolist()
         self.lengths: Int64 = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
 
     def __len__(self) -> int:
@@ -193,5 +194,5 @@ class Joined:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"there is no example {index} among {len(self)}")
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return self._parts[part][index - int(self.starts[part])]
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part][index - self._starts[part]]
