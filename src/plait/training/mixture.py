@@ -175,7 +175,7 @@ def update_selection_bias(decoder: Decoder, sums: RoutingSums, gamma: float = 0.
                     f"layer {layer}: this {decoder.config.model_type} has no selection bias to update; a plait_gpt has"
                     " one with selection_bias: true, and so have deepseek_v3, dots1 and glm4_moe"
                 )
-            bias += gamma * (slots.mean() - slots).sign()
+            bias.add_((slots.mean() - slots).sign(), alpha=gamma)
 
 
 def selection_biases(decoder: Decoder) -> list[Tensor]:
