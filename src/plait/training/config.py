@@ -61,11 +61,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Loss on the validation split. every_tokens: null for twenty times in a run, 0 for never. batches: the most of
+    """Loss on the validation split. every_tokens: null for ten times in a run, 0 for never. batches: the most of
     them, null for all."""
 
     every_tokens: int | None = None
-    batches: int | None = 50
+    batches: int | None = 16
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class RunConfig:
 
     def every(self, part: CheckpointConfig | EvaluateConfig) -> int:
         """The distance in tokens of saves or evaluations; 0 for none."""
-        return part.every_tokens if part.every_tokens is not None else max(1, self.train.tokens // 20)
+        times = 20 if isinstance(part, CheckpointConfig) else 10
+        return part.every_tokens if part.every_tokens is not None else max(1, self.train.tokens // times)
 
 
 # What may differ when a run goes on: nothing that changes the weights, threads apart (their last bits).
