@@ -38,6 +38,7 @@ NAMES = {
     "memory": Bench("memory of serving one request", (*_EVERY, "peer", "peer_model", "prompt_tokens", "new_tokens")),
     "accuracy": Bench("KL, top-1 and perplexity against fp32", (*_EVERY, "peer", "peer_model", "windows", "window")),
     "kv": Bench("the same for each precision of keys and values", (*_EVERY, "windows", "window")),
+    "optimisers": Bench("a step of each optimiser beside torch's and the public ones", ("threads", "rounds")),
     "windows": Bench("requests that fit in a pool with and without recycling of blocks", ("context", "pool")),
 }
 KV_DTYPES = ("fp32", "bf16", "fp16")
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_unused(args)
     if args.name == "windows":
         return _run_windows(args)
-    alone = {"limits": measure_limits, "mla": measure_mla}
+    alone = {"limits": measure_limits, "mla": measure_mla, "optimisers": measure_optimisers}
     report = alone.get(args.name, measure)(args)
     if args.json:
         print_json(report)
@@ -129,6 +130,15 @@ def measure_mla(args: argparse.Namespace) -> dict[str, Any]:
     with progress("measuring"):
         path = None if args.model is None else locate(args.model)
         return forms(path, args.context or CONTEXTS, args.threads, kv_dtype)
+
+
+def measure_optimisers(args: argparse.Namespace) -> dict[str, Any]:
+    from plait.bench.optimisers import count_runs
+    from plait.bench.optimisers import measure_optimisers as optimisers
+
+    rounds = args.rounds or 5
+    with Counter("runs", count_runs(rounds)) as counter:
+        return optimisers(rounds, args.threads, advance=_one(counter))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -267,8 +267,8 @@ class ModelConfig:
     embedding_dropout: float = 0.0
     hidden_dropout: float = 0.0
     scaled_residuals: bool = False
-    balance_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
+    balance_loss_coef: float = 0.01
+    z_loss_coef: float = 0.001
     fp16_overflows: bool = False
     next_token_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()
