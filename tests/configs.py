@@ -168,3 +168,18 @@ CONFIGS |= {
 }
 
 CONFIGS |= dense_configs(_COMMON)
+CONFIGS["plait_gpt"] = {
+    "model_type": "plait_gpt",
+    "vocab_size": 96,
+    "d_model": 24,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_ctx": 512,
+    "use_moe": True,
+    "n_experts": 5,
+    "top_k": 2,
+    "n_shared": 1,
+    "d_expert": 16,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+}

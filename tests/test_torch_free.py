@@ -43,6 +43,8 @@ TORCH = {
     "plait.ops.interpreter",
     "plait.ops.reference",
     "plait.ops.trace",
+    "plait.training.mixture",
+    "plait.training.routing",
     "plait.verify.compare",
     "plait.verify.report",
     "plait.verify.reference",

@@ -1,8 +1,8 @@
 """Write src/plait/model/known_keys.json: which config.json keys each transformers class knows, and their defaults.
 
-Every registered family is in it. Run it by hand when a family is added or the pinned transformers changes:
-`python tools/make_known_keys.py`. The loader uses the table to tell a key that it must obey or refuse from one that
-nobody reads.
+Every registered family that has a class there is in it. Run it by hand when a family is added or the pinned
+transformers changes: `python tools/make_known_keys.py`. The loader uses the table to tell a key that it must obey or
+refuse from one that nobody reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def keys_of(model_type: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    model_types = {model_type: keys_of(model_type) for model_type in families()}
+    model_types = {name: keys_of(name) for name, family in families().items() if not family.is_own}
     table = {"transformers": __version__, "model_types": model_types}
     TARGET.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{TARGET}: {len(model_types)} model types, transformers {__version__}")

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 HEADER = """# Families and switches
 
 Written by `tools/write_switch_matrix.py` from the parity cases in `tests/parity/cases.py`. A number says in how many
-of a family's configurations a switch is on. Each configuration gives transformers' log-probabilities, plain, dense,
-paged and replayed from a recording, and `tests/parity/test_mutations.py` shows that a wrong switch would be seen.
+of a family's configurations a switch is on. Each configuration gives transformers' log-probabilities (plait_gpt, which
+has no class there, those of a plain torch model in the tests), plain, dense, paged and replayed from a recording, and
+`tests/parity/test_mutations.py` shows that a wrong switch would be seen.
 
 """
 

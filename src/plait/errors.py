@@ -52,8 +52,16 @@ class CapacityError(RequestError):
     """A request that can never fit in the context or in the key/value pool; the message has the numbers."""
 
 
+class DataError(PlaitError):
+    """Training data that cannot be read or used; the message names file and line, or an example."""
+
+
 class RecordingError(PlaitError):
     """The forward did something outside the closed set of operations while it was being recorded."""
+
+
+class TrainingError(PlaitError):
+    """A training run that cannot go on, or a run directory that cannot be used."""
 
 
 class EngineError(PlaitError):

@@ -12,6 +12,7 @@ from tests.parity.case import family as _family
 from tests.parity.dense_cases import DENSE
 from tests.parity.latent_cases import LATENT
 from tests.parity.mixture_cases import MIXTURES
+from tests.parity.plait_gpt_cases import PLAIT_GPT
 
 __all__ = ["CASES", "Case"]
 
@@ -193,4 +194,5 @@ CASES = (
     *DENSE,
     *MIXTURES,
     *LATENT,
+    *PLAIT_GPT,
 )

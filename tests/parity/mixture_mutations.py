@@ -57,11 +57,14 @@ def state_faults(c: ModelConfig, state: State) -> Iterator[tuple[str, ModelConfi
     if not found:
         return
     yield "router rows permuted", c, _changed(state, ".mlp.gate.weight", lambda w: w.roll(1, 0))
-    yield (
-        "gate and up exchanged",
-        c,
-        _changed(state, ".gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2)),
-    )
+    if found[0].gated:
+        yield (
+            "gate and up exchanged",
+            c,
+            _changed(state, ".gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2)),
+        )
+    else:
+        yield "rows of up in reverse order", c, _changed(state, ".gate_up_proj", lambda w: w.flip(1))
     yield "experts in reverse order", c, _changed(state, "experts.down_proj", lambda w: w.flip(0))
     if found[0].selection_bias:
         yield "selection bias zero", c, _changed(state, "e_score_correction_bias", lambda b: 0 * b)

@@ -20,6 +20,7 @@ from plait.model.decoder import Decoder
 from plait.model.families import family
 from plait.weights.load import load
 from tests.parity.cases import Case
+from tests.parity.plait_gpt_oracle import PlaitGPT
 
 PROMPT_TOKENS = 57
 
@@ -71,7 +72,14 @@ def seed_of(text: str) -> int:
 
 
 def reference_model(case: Case, attention: str = "eager") -> Any:
-    """The real architecture, randomly initialised in fp32 so that the largest |logit| lies between 5 and 25."""
+    """The real architecture, randomly initialised in fp32 so that the largest |logit| lies between 5 and 25.
+
+    attention: of transformers' models; plait_gpt is none of them, and its oracle has one.
+    """
+    if family(case.family).is_own:
+        model = PlaitGPT(case.raw).eval()
+        randomise(model, seed_of(str(case)))
+        return model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = json.loads(json.dumps(case.raw))  # transformers changes nested dictionaries that it is given

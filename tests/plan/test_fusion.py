@@ -210,9 +210,9 @@ def test_one_product_is_not_taken_by_two_rules() -> None:
 def linears_of(decoder: Decoder) -> int:
     """Matrix products after the last attention's own that every token goes through."""
     spec = decoder.config.layers[-1].feed_forward
-    if isinstance(spec, FeedForwardSpec):
-        return 3 if spec.gated else 2
-    return (3 if spec.shared is not None else 0) + spec.shared_gate
+    plain = spec if isinstance(spec, FeedForwardSpec) else spec.shared
+    count = 0 if plain is None else 3 if plain.gated else 2
+    return count + (0 if isinstance(spec, FeedForwardSpec) else spec.shared_gate)
 
 
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt_neox"), sorted(CONFIGS)))

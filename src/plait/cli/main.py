@@ -24,11 +24,12 @@ COMMANDS = {
     "inspect": "configuration, tensors, tokenizer and memory of a checkpoint",
     "convert": "Hugging Face directory <-> GGUF, with quantisation",
     "verify": "compare a checkpoint with a reference implementation, token by token",
+    "train": "train a model from a recipe, or go on with a run",
     "score": "perplexity and log-probabilities of text",
     "bench": "measurements against a peer in the same run",
 }
 # Announced commands that do not exist yet; they answer so instead of "unknown".
-PLANNED = ("batch", "train", "evaluate", "study")
+PLANNED = ("batch", "evaluate", "study")
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

@@ -243,7 +243,9 @@ class ModelConfig:
     embedding_scale is rounded to the weights' dtype before use when round_embedding_scale is set (Gemma).
     position_rows: rows of a table of learned positions (0: there is none); position p reads row p + position_offset.
     logit_scale multiplies the hidden states that the head reads. next_token_layers: how many layers after the last a
-    checkpoint may hold that predict further tokens; they are no part of this model.
+    checkpoint may hold that predict further tokens; they are no part of this model. Of training only: dropout
+    probabilities; scaled_residuals: a new model's residual projections begin smaller (`from_config`);
+    balance_loss_coef, z_loss_coef: what a mixture's losses are multiplied by where a recipe says nothing.
     """
 
     model_type: str
@@ -264,6 +266,9 @@ class ModelConfig:
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    scaled_residuals: bool = False
+    balance_loss_coef: float = 0.01
+    z_loss_coef: float = 0.001
     fp16_overflows: bool = False
     next_token_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()

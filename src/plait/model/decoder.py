@@ -15,7 +15,7 @@ from plait.memory.base import Memory, MemoryStep
 from plait.memory.none import NoMemory
 from plait.model.config import ModelConfig
 from plait.model.families import parse_config
-from plait.model.layers import XIELU_NUMBERS, Layer, Norm
+from plait.model.layers import XIELU_NUMBERS, Layer, Norm, Routing
 from plait.model.rope import rotary_table
 from plait.ops import functional as ops
 from plait.ops.spec import RotaryTable
@@ -27,11 +27,14 @@ class Trace:
     """What a caller asks a forward to keep; nothing is kept without it.
 
     layers: indices whose output hidden states are wanted. hidden_states: layer -> [..., D], filled by the forward.
-    last_hidden: the hidden states before the final norm.
+    router: whether routing is wanted. routing: layer -> `Routing`, filled by the forward, of the layers that are
+    mixtures; gradients reach the routers through it. last_hidden: the hidden states before the final norm.
     """
 
     layers: tuple[int, ...] = ()
+    router: bool = False
     hidden_states: dict[int, Any] = field(default_factory=dict)
+    routing: dict[int, Routing] = field(default_factory=dict)
     last_hidden: Any = None
 
 
@@ -116,6 +119,7 @@ class Decoder(nn.Module):
 
         ids: int64 [B, T], or flat [N] in serving. inputs: positions, masks and bounds, derived where absent. memory:
         None (causal attention over the given tokens), `DenseMemory` or `PagedMemory`. trace: filled when given.
+        Tokens that the inputs' token_mask calls padding go through no routed expert.
         """
         c = self.config
         if memory is None:
@@ -128,8 +132,11 @@ class Decoder(nn.Module):
         if self.training and c.embedding_dropout:
             x = ops.dropout(x, p=c.embedding_dropout)
         angles = [step_angles(step, table) for table in self.rotary_tables]
+        given = None if inputs is None or inputs.token_mask is None else inputs.token_mask
+        token_mask = None if given is None else torch.as_tensor(given, device=ids.device).view(ids.shape)
+        routing = trace.routing if trace is not None and trace.router else None
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, index, angles, step)
+            x = layer(x, index, angles, step, token_mask, routing)
             if trace is not None and index in trace.layers:
                 trace.hidden_states[index] = x
         if trace is not None:
@@ -171,6 +178,10 @@ def step_angles(step: MemoryStep, table: RotaryTable) -> Any:
     return ops.positions_by_reach(step.positions, step.reach, **common, **long)
 
 
+# What writes to the residual stream, by the end of its name.
+RESIDUAL_PROJECTIONS = (".o_proj", ".down_proj")
+
+
 @contextmanager
 def evaluating(decoder: nn.Module) -> Iterator[None]:
     """Without dropout inside; afterwards exactly the parts that were training before train again."""
@@ -184,19 +195,30 @@ def evaluating(decoder: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def from_config(raw: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+def from_config(
+    raw: Mapping[str, Any],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scaled_residuals: bool | None = None,
+) -> Decoder:
     """A new, randomly initialised decoder from a config.json dictionary.
 
     Matrices and embeddings are normal with the config's initializer_range (default 0.02), norms the identity, biases 0.
+    scaled_residuals: the deviation of the matrices that write to the residual stream (o_proj; down_proj, of routed and
+    shared experts too) is divided by sqrt(2 * layers), as GPT-2 does (Radford et al. 2019, section 2.3); None: as the
+    family has it.
     """
     config = parse_config(raw)
     decoder = build(config, dtype)
     generator = torch.Generator().manual_seed(seed)
     deviation = float(raw.get("initializer_range") or 0.02)
+    scaled = config.scaled_residuals if scaled_residuals is None else scaled_residuals
+    residual = deviation / (2 * len(config.layers)) ** 0.5 if scaled else deviation
     with torch.no_grad():
-        for parameter in decoder.parameters():
+        for name, parameter in decoder.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0.0, deviation, generator=generator)
+                writes = name.removesuffix(".weight").endswith(RESIDUAL_PROJECTIONS)
+                parameter.normal_(0.0, residual if writes else deviation, generator=generator)
         for module in decoder.modules():
             if isinstance(module, Norm) and module.weight is not None:
                 module.weight.fill_(0.0 if module.spec.unit_offset else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import expm1, log
 from typing import Any
 
@@ -18,6 +19,7 @@ from plait.model.config import (
     NormSpec,
 )
 from plait.ops import functional as ops
+from plait.ops.spec import RouterSpec
 
 
 class Linear(nn.Linear):
@@ -165,6 +167,20 @@ class FeedForward(nn.Module):
         return self.down_proj(ops.activate(self.up_proj(x), kind=kind))
 
 
+@dataclass(frozen=True)
+class Routing:
+    """What the router of one layer decided, for tokens of any leading shape.
+
+    logits: fp32 [..., E]. ids: int32 [..., k], the experts of each token, best first; -1 at padding, which goes through
+    none. weights: fp32 [..., k], 0 there. spec: by which rules.
+    """
+
+    logits: Any
+    ids: Any
+    weights: Any
+    spec: RouterSpec
+
+
 class Router(nn.Module):
     """Chooses the experts of every token. Its parameters are float32 whatever the model's dtype."""
 
@@ -227,9 +243,14 @@ class Mixture(nn.Module):
         elif spec.shared is not None:
             self.shared_experts = FeedForward(spec.shared, hidden_size)
 
-    def forward(self, x: Any) -> Any:
-        """x [..., D] -> [..., D]."""
-        ids, weights, _ = self.gate(x)
+    def forward(self, x: Any, layer: int = 0, token_mask: Any = None, routing: dict[int, Routing] | None = None) -> Any:
+        """x [..., D] -> [..., D]. token_mask: bool [...], False at padding; routing: where to keep what was decided."""
+        ids, weights, logits = self.gate(x)
+        if token_mask is not None:
+            padding = ~token_mask.unsqueeze(-1)
+            ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+        if routing is not None:
+            routing[layer] = Routing(logits, ids, weights, self.gate.spec)
         y = self.experts(x, ids, weights)
         if self.shared_experts is not None:
             return ops.add(y, self.shared_experts(x))
@@ -257,18 +278,30 @@ class Layer(nn.Module):
         self.post_self_attn_layernorm = _norm(spec.post_attention_norm, hidden_size)
         self.post_mlp_layernorm = _norm(spec.post_feed_forward_norm, hidden_size)
 
-    def forward(self, x: Any, layer: int, angles: list[Any], memory: MemoryStep) -> Any:
-        """x [..., D] -> [..., D]."""
+    def forward(
+        self,
+        x: Any,
+        layer: int,
+        angles: list[Any],
+        memory: MemoryStep,
+        token_mask: Any = None,
+        routing: dict[int, Routing] | None = None,
+    ) -> Any:
+        """x [..., D] -> [..., D]. token_mask, routing: see `Mixture`."""
+
+        def feed(y: Any) -> Any:
+            return self.mlp(y, layer, token_mask, routing) if isinstance(self.mlp, Mixture) else self.mlp(y)
+
         read = _apply(self.input_layernorm, x)
         attended = self._branch(self.self_attn(read, layer, angles, memory), self.post_self_attn_layernorm)
         if self.spec.parallel:
             y = read if self.spec.shared_norm else _apply(self.post_attention_layernorm, x)
-            fed = self._branch(self.mlp(y), self.post_mlp_layernorm)
+            fed = self._branch(feed(y), self.post_mlp_layernorm)
             if self.spec.residual_first:
                 return ops.add(ops.add(x, attended), fed)
             return ops.add(ops.add(fed, attended), x)
         x = ops.add(x, attended)
-        fed = self._branch(self.mlp(_apply(self.post_attention_layernorm, x)), self.post_mlp_layernorm)
+        fed = self._branch(feed(_apply(self.post_attention_layernorm, x)), self.post_mlp_layernorm)
         return ops.add(x, fed)
 
     def _branch(self, y: Any, norm: Norm | None) -> Any:

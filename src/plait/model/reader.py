@@ -6,6 +6,7 @@ against the table of keys that the family's own class knows (known_keys.json).
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import sys
@@ -104,13 +105,23 @@ def known_keys() -> dict[str, dict[str, Any]]:
 
 class ConfigReader:
     """One configuration being read. Call it with a key for the value, or the class's default where the key is
-    absent."""
+    absent.
 
-    def __init__(self, raw: Mapping[str, Any], model_type: str, strict: bool = False) -> None:
+    own_keys: of a family without a class elsewhere, its keys and their defaults; there are no others then.
+    """
+
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        model_type: str,
+        strict: bool = False,
+        own_keys: Mapping[str, Any] | None = None,
+    ) -> None:
         self.raw = raw
         self.model_type = model_type
         self.strict = strict
-        self._defaults = known_keys()[model_type]
+        self._is_own = own_keys is not None
+        self._defaults: Mapping[str, Any] = known_keys()[model_type] if own_keys is None else own_keys
         self._seen: set[str] = set()
 
     def __call__(self, key: str) -> Any:
@@ -299,6 +310,10 @@ class ConfigReader:
                 f"{key}={value!r}: {self.model_type} knows this key and plait does not implement it with that value"
             )
         message = f"{key}={value!r} is no key of {self.model_type}"
+        if self._is_own:  # nobody else writes such files, so this is a slip
+            near = difflib.get_close_matches(key, self._defaults, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(self._defaults))}"
+            raise ConfigError(f"{message}; {hint}")
         if self.strict:
             raise ConfigError(f"{message} (--strict)")
         log.warning("%s; ignored", message)

@@ -7,6 +7,7 @@ Leading axes are free: [N, ...] in serving, [B, T, ...] in training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -196,6 +197,11 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     return torch.where(x > 0, p * x * x + beta * x, negative)
 
 
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """What is fp32 by its definition stays so where training multiplies in bf16 or fp16."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest along the last axis, largest first, the lower index first among equals (which
     torch.topk does not promise)."""
@@ -210,7 +216,8 @@ def route(
     Returns ids int32 [..., k] in descending order of their selection scores, weights fp32 [..., k] and logits fp32
     [..., E]. All of it is computed in fp32, whatever the dtypes are (`RouterSpec` has the rules).
     """
-    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    with _without_autocast(x.device.type):
+        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if spec.scores == "sparse_mixer":
         ids, weights = _sparse_mixer(logits, spec.jitter)
         return ids.int(), weights * spec.scale if spec.scale != 1.0 else weights, logits
@@ -265,6 +272,16 @@ def _eligible(selection: Tensor, spec: RouterSpec) -> Tensor:
     return chosen.unsqueeze(-1).expand(grouped.shape).flatten(-2)
 
 
+def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+    """The slots of ids int [N, k] sorted by expert, as int64 [N k], and how many each expert has, those of none first.
+
+    Slot s is the choice s % k of token s // k; a negative id is none. An expert has its slots in order.
+    """
+    chosen = ids.reshape(-1)
+    counts = torch.bincount(chosen.clamp(min=-1) + 1, minlength=num_experts + 1)
+    return chosen.argsort(stable=True), counts.tolist()
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -282,14 +299,13 @@ def experts(
 
     gate_up: [E, 2F, D] with the gate's rows first (gated False: [E, F, D], up alone), its bias [E, 2F]; down: [E, D,
     F], its bias [E, D]. kind, numbers: as of `gate`. Tokens are sorted by expert, so that each expert runs once, on one
-    slice; no token is dropped. The sum over k is made in fp32, in the order of `ids`.
+    slice; no token is dropped. An id of -1 is no expert and adds nothing: padding in training, which costs nothing so.
+    The sum over k is made in fp32, in the order of `ids`.
     """
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
-    chosen = ids.reshape(-1).long()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
-    slices = tokens.index_select(0, order // k).split(counts)
+    order, (none, *counts) = by_expert(ids, len(gate_up))
+    slices = tokens.index_select(0, order[none:] // k).split(counts)
     # One unbind for all experts: indexing each would give every one a gradient of the whole stack's size.
     stacks = [[None] * len(gate_up) if w is None else w.unbind(0) for w in (gate_up, gate_up_bias, down, down_bias)]
     parts = []
@@ -304,6 +320,8 @@ def experts(
             parts.append(F.linear(hidden, w_out, b_out))
     if not parts:
         return torch.zeros_like(x)
+    if none:
+        parts.insert(0, parts[0].new_zeros(none, x.shape[-1]))
     of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
     flat_weights = weights.reshape(-1, k, 1)
     total = of_choice[:, 0].float() * flat_weights[:, 0]

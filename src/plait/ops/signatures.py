@@ -153,8 +153,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "experts": Operation(
         "x [N, D], ids i32 [N, k], weights f32 [N, k] -> the sum over j of weights[:, j] times expert ids[:, j] of x,"
-        " in fp32 and then cast, [N, D]; weights gate_up [E, 2F, D] (rows 0 .. F - 1 are the gate's), its bias [E, 2F]"
-        " or none, down [E, D, F], its bias [E, D] or none; gated false: gate_up is up alone, [E, F, D]",
+        " in fp32 and then cast, [N, D]; ids of -1 (padding; serving has none) add nothing;"
+        " weights gate_up [E, 2F, D] (rows 0 .. F - 1 are the gate's), its bias [E, 2F] or none, down [E, D, F], its"
+        " bias [E, D] or none; gated false: gate_up is up alone, [E, F, D]",
         _same,
         _experts_flops,
     ),

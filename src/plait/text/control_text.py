@@ -62,6 +62,12 @@ class ControlText:
             cuts.append(start)
         return cuts
 
+    def occurs_in(self, text: str) -> bool:
+        """Whether one of the tokens, whatever its case, stands in a text as a whole."""
+        return self._starts is not None and any(
+            self._begins_token(text, match.start()) for match in self._starts.finditer(text)
+        )
+
     def break_up_all(self, value: Any, marker: str) -> Any:
         """`break_up` for every string in nested lists and mappings, keys included."""
         if isinstance(value, str):

@@ -121,6 +121,18 @@ class Tokenizer:
         marked = guard.break_up(text, marker)
         return self._encode_marked(marked, marker, force=self._normalizes_into_control([text], guard, marker))
 
+    def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_plain` of each text, on all processors; texts without control text, nearly all, in one call."""
+        guard = self._guard("")
+        if self._backend.normalizer is not None and any(token.normalized for token in self._added.values()):
+            return [self.encode_plain(text) for text in texts]
+        plain = [number for number, text in enumerate(texts) if not guard.occurs_in(text)]
+        for text in texts:
+            _check_unicode(text, "prompt")
+        encoded = self._backend.encode_batch_fast([texts[number] for number in plain], add_special_tokens=False)
+        found = {number: encoding.ids for number, encoding in zip(plain, encoded, strict=True)}
+        return [found[number] if number in found else self.encode_plain(text) for number, text in enumerate(texts)]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Spaces are never cleaned up; invalid bytes become U+FFFD."""
         detokenizer = IncrementalDetokenizer(self, (), skip_special_tokens)

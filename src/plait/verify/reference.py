@@ -64,6 +64,9 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
     where transformers cannot read the GGUF architecture. Raises UsageError where transformers is missing, WeightError
     where it cannot load the model.
     """
+    model_type = checkpoint.config.model_type
+    if family(model_type).is_own:
+        raise UsageError(f"{model_type} is plait's own family: transformers has no class of it to compare with")
     try:
         import transformers
     except ImportError as error:

@@ -15,6 +15,7 @@ import numpy as np
 from plait.errors import UsageError, WeightError
 from plait.kernels.native import cpu_features
 from plait.model.config import ModelConfig
+from plait.model.families import family
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.mapping import Assignment, BoundMap, Plan
 from plait.weights.numbers import float32_rows, rounded
@@ -120,11 +121,12 @@ def settle_head(checkpoint: Checkpoint, warn: Callable[[str], None] = log.warnin
     table = BoundMap(config, checkpoint.names).file_of(_EMBEDDING, source.names())
     if table is None or same_numbers(source, table, heads[0]):
         return heads
-    if checkpoint.raw.get("tie_word_embeddings") is None:
-        warn(f"{heads[0]} differs from the embedding and tie_word_embeddings is not given: the head is used")
+    key = family(config.model_type).tie_key
+    if checkpoint.raw.get(key) is None:
+        warn(f"{heads[0]} differs from the embedding and {key} is not given: the head is used")
         checkpoint.with_config(tie_embeddings=False)
         return []
-    warn(f"{heads[0]} differs from the embedding, but tie_word_embeddings is true: the head is ignored")
+    warn(f"{heads[0]} differs from the embedding, but {key} is true: the head is ignored")
     return heads
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from plait.errors import UsageError, WeightError
 from plait.kernels.native import usable_cpus
 from plait.model.config import ModelConfig
+from plait.model.families import family
 from plait.weights.adapters import Adapter
 from plait.weights.arrange import DTYPES, settle_head
 from plait.weights.checkpoint import Checkpoint, open_checkpoint
@@ -163,6 +164,10 @@ def convert(
         else:
             written = directory_contents(model.config, model.parameters(), dtype, model.recorded, threads)
             _finish_report(report, written, model)
+            if family(model.config.model_type).is_own:
+                report.notes.append(
+                    f"{model.config.model_type} has no class elsewhere: only plait loads this directory"
+                )
 
             def fill(directory: Path, done: Callable[[FileTensor], None]) -> None:
                 write_directory(

@@ -47,7 +47,7 @@ def save_pretrained(decoder: Decoder, directory: Path, shard_bytes: int = SHARD_
     report = decoder.load_report
     if report is not None and report.quantised:
         log.warning("%s: the weights are written expanded (they were %s)", directory, report.quantised)
-    raw["tie_word_embeddings"] = decoder.config.tie_embeddings
+    raw[family(decoder.config.model_type).tie_key] = decoder.config.tie_embeddings
     raw["dtype"] = str(decoder.dtype).removeprefix("torch.")
     raw.pop("torch_dtype", None)
     directory.parent.mkdir(parents=True, exist_ok=True)

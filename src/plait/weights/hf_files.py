@@ -42,12 +42,13 @@ def config_to_write(config: ModelConfig) -> dict[str, Any]:
     """
     raw = without_quantisation(config.raw)
     written = family(config.model_type)
-    raw.setdefault("architectures", [written.architecture])
+    if not written.is_own:
+        raw.setdefault("architectures", [written.architecture])
     if written.written_as != config.model_type:
         raw["model_type"] = written.written_as
         raw.pop("auto_map", None)  # code of its own, for the name that is no longer there
     if parse_config(raw).tie_embeddings != config.tie_embeddings:
-        raw["tie_word_embeddings"] = config.tie_embeddings
+        raw[written.tie_key] = config.tie_embeddings
     divisors = config.rotary[0].divisors if config.rotary else None
     if divisors is not None:
         raw.pop("rope_parameters", None)

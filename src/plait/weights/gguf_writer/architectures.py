@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from plait.errors import ConfigError
 from plait.model.config import AttentionSpec, LatentAttentionSpec, MixtureSpec, ModelConfig, RotarySpec
-from plait.model.families import parse_config
+from plait.model.families import family, parse_config
 from plait.model.rope import rotary_numbers
 from plait.weights.gguf_config import gguf_config
 from plait.weights.gguf_dense import FACTORS
@@ -176,6 +176,11 @@ def architecture_of(config: ModelConfig) -> str:
     for name, writer in WRITERS.items():
         if config.model_type in writer.model_types:
             return name
+    if family(config.model_type).is_own:
+        raise ConfigError(
+            f"{config.model_type} is plait's own family and has no class elsewhere, in GGUF neither: plait serves its"
+            " directory as it is; to export a study, train a llama, qwen3, mixtral or qwen3_moe"
+        )
     known = ", ".join(sorted(kind for writer in WRITERS.values() for kind in writer.model_types))
     raise ConfigError(
         f"model_type {config.model_type!r} cannot be written as GGUF: plait has no architecture for it (it has {known})"

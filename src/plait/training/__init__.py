@@ -1,0 +1,21 @@
+"""Training: data, optimisers, schedule, precision, loop, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.training.loss import step_loss
+    from plait.training.optimizers import build_optimizer
+
+__all__ = ["build_optimizer", "step_loss"]
+
+_HOMES = {"step_loss": "plait.training.loss", "build_optimizer": "plait.training.optimizers"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plait.training' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
