@@ -17,6 +17,11 @@ from torch import Tensor
 from plait.ops.spec import RouterSpec
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32, in which statistics and routing are computed; float64, of tests of arithmetic, stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def embed(ids: Tensor, table: Tensor, *, scale: float = 1.0, round_scale: bool = False, offset: int = 0) -> Tensor:
     """Rows ids + offset of table [V, D] for ids [...], times scale; that first rounded to the table's dtype if
     round_scale."""
@@ -69,12 +74,12 @@ def rms_norm(
     """
     if weight is not None and weight.ndim == 1 and x.dtype == weight.dtype == torch.float32 and not unit_offset:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    wide = x.float()
+    wide = _wide(x)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return wide.to(x.dtype)
     if fp32_weight:
-        w = weight.float()
+        w = _wide(weight)
         return (wide * (1.0 + w if unit_offset else w)).to(x.dtype)
     return wide.to(x.dtype) * (1.0 + weight if unit_offset else weight)
 
@@ -217,7 +222,8 @@ def route(
     [..., E]. All of it is computed in fp32, whatever the dtypes are (`RouterSpec` has the rules).
     """
     with _without_autocast(x.device.type):
-        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        wide = _wide(x)
+        logits = F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
     if spec.scores == "sparse_mixer":
         ids, weights = _sparse_mixer(logits, spec.jitter)
         return ids.int(), weights * spec.scale if spec.scale != 1.0 else weights, logits
@@ -324,9 +330,9 @@ def experts(
         parts.insert(0, parts[0].new_zeros(none, x.shape[-1]))
     of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
     flat_weights = weights.reshape(-1, k, 1)
-    total = of_choice[:, 0].float() * flat_weights[:, 0]
+    total = _wide(of_choice[:, 0]) * flat_weights[:, 0]
     for j in range(1, k):
-        total = total + of_choice[:, j].float() * flat_weights[:, j]
+        total = total + _wide(of_choice[:, j]) * flat_weights[:, j]
     return total.to(x.dtype).reshape(x.shape)
 
 

@@ -12,6 +12,7 @@ from plait.errors import UsageError
 from plait.model.decoder import Decoder, Trace
 from plait.ops.step import StepInputs
 from plait.training.batch import Batch
+from plait.training.data.constants import IGNORE
 
 # Logits exist for so many rows at a time that they take about this much. Larger chunks are not faster: the products
 # are compute-bound from some 128 rows on.
@@ -91,7 +92,7 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
 def _rows(decoder: Decoder, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden as [N, D], the rows that have a target int64 [R], their targets [R]."""
     flat, goals = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    rows = (goals != -100).nonzero().squeeze(1)
+    rows = (goals != IGNORE).nonzero().squeeze(1)
     chosen = goals[rows]
     vocabulary = len(decoder.lm_head.weight)
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < vocabulary:

@@ -25,7 +25,7 @@ def build_tree(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
     for key in data:
         if key not in known:
             raise ConfigError(_unknown(f"{path}{key}", key, path, known, kind))
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     values = {key: _value(hints[key], value, f"{path}{key}") for key, value in data.items()}
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from plait.model.decoder import Decoder, evaluating
-from plait.training.batch import NO_TARGET, Batch
+from plait.training.batch import Batch
+from plait.training.data.constants import IGNORE
 from plait.training.loss import step_inputs, token_losses
 from plait.training.precision import Precision
 
@@ -33,7 +34,7 @@ def validate(
             with precision.autocast(str(decoder.device)):
                 hidden = decoder(batch.ids, step_inputs(batch))
                 losses = token_losses(decoder, hidden, batch.targets)
-            rows, counts = losses.double().sum(1).tolist(), (batch.targets != NO_TARGET).sum(1).tolist()
+            rows, counts = losses.double().sum(1).tolist(), (batch.targets != IGNORE).sum(1).tolist()
             tongues = [-1] * len(rows) if batch.languages is None else batch.languages.tolist()
             for tongue, loss, count in zip(tongues, rows, counts, strict=True):
                 total = sums.setdefault(tongue, [0.0, 0.0])
