@@ -88,7 +88,8 @@ def paired_bootstrap(
     _check(a, references)
     _check(b, references)
     test = PairedTest([("A", _nfc(a)), ("B", _nfc(b))], metrics, [_nfc(references)], test_type="bs", n_samples=samples)
-    signatures, scores = test()
+    result: Any = test()
+    signatures, scores = result
     same = _nfc(a) == _nfc(b)
     return [
         Comparison(name, first.score, second.score, 1.0 if same else second.p_value, str(signatures[name]))
