@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # The modules that compute with torch; every other module of the package must import without it.
 TORCH = {
+    "plait.decoding.beam",
     "plait.decoding.filters",
     "plait.decoding.generate",
     "plait.decoding.models",

@@ -17,6 +17,8 @@ _HOMES = {
     "generate": "generate",
     "left_padded": "generate",
     "continuation_nll": "scoring",
+    "Beams": "beam",
+    "beam_search": "beam",
 }
 __all__ = sorted(_HOMES)
 
