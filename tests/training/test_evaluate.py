@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from plait.cli.main import main
+from plait.decoding.beam import Beams, beam_search
 from plait.decoding.bleu import bleu
 from plait.errors import DataError, UsageError
 from plait.model.decoder import Decoder, Trace
 from plait.studies.run_plots import losses_of, read_log, routing_of
 from plait.training.continued_documents import passages_of
 from plait.training.data.build import Data
-from plait.training.evaluate import Settings, evaluate
+from plait.training.evaluate import Evaluation, Settings, compare, evaluate
 from plait.training.expert_counts import ExpertCounts, total_variation
 from plait.training.translations import pairs_of, translate
 from tests.training.runs import make_run, write_documents, write_pairs
@@ -113,6 +114,34 @@ def test_a_row_s_room_ends_with_the_model_s_positions(translator: Any) -> None:
     found = translate(decoder, data.tokenizer, pairs, batch_tokens=4096, max_new_tokens=1000)
     for pair, translation in zip(pairs, found, strict=True):
         assert translation.ended or len(pair.prompt) + translation.tokens == 256
+
+
+def test_beams_translate_as_beam_search_does(translator: Any) -> None:
+    _, _, data, decoder = translator
+    pairs = pairs_of(data, "test", 5)[0]
+    found = translate(decoder, data.tokenizer, pairs, batch_tokens=400, max_new_tokens=7, width=3)
+    for pair, translation in zip(pairs, found, strict=True):
+        best = beam_search(decoder, [pair.prompt], 7, Beams(3), eos_ids=[1])[0][0]
+        assert (translation.tokens, translation.ended) == (len(best.tokens), best.ended)
+        assert translation.hypothesis == data.tokenizer.decode(best.tokens)
+
+
+def test_two_evaluations_are_compared_on_the_same_pairs(translated: Any, tmp_path: Path) -> None:
+    settings = Settings(samples=50, tokenizers=CHARACTERS)
+    perfect = Evaluation({}, [t | {"hypothesis": t["reference"]} for t in translated.texts])
+    perfect.save(tmp_path / "perfect")
+    found = compare(translated, tmp_path / "perfect", settings)["languages"]
+    assert list(found) == ["vi", "ja"]
+    for name, part in found.items():
+        assert [one["name"] for one in part] == ["BLEU", "chrF2"]
+        figures = translated.figures["translation"]["languages"][name]
+        assert [one["a"] for one in part] == pytest.approx([figures["bleu"]["score"], figures["chrf2"]["score"]])
+        assert all(one["b"] == pytest.approx(100) and one["p_value"] < 0.05 for one in part)
+    Evaluation({}, translated.texts[1:]).save(tmp_path / "shorter")
+    with pytest.raises(UsageError, match="not of the same pairs"):
+        compare(translated, tmp_path / "shorter", settings)
+    with pytest.raises(UsageError, match=r"has no texts\.jsonl"):
+        compare(translated, tmp_path, settings)
 
 
 def test_routing_is_counted_by_layer_language_side_and_expert(translator: Any, translated: Any) -> None:
@@ -243,6 +272,21 @@ def test_the_command_writes_figures_texts_and_plots(
     assert main([*words, "--bleu-tokenizer", "ja=char", "--no-plots"]) == 0
     shown = capsys.readouterr().out
     assert "vi source / ja source" in shown and "tok:char" in shown and "perplexity" in shown
+    more = [
+        "--bleu-tokenizer",
+        "ja=char",
+        "--beams",
+        "2",
+        "--against",
+        str(out),
+        "--out",
+        str(tmp_path / "b"),
+        "--json",
+    ]
+    assert main([*words, *more, "--no-plots"]) == 0
+    beams = json.loads(capsys.readouterr().out)
+    assert beams["translation"]["strategy"] == "beams 2, pool, length penalty 1"
+    assert beams["against"]["languages"]["vi"][0]["b"] == printed["translation"]["languages"]["vi"]["bleu"]["score"]
     assert main([*words, "--bleu-tokenizer", "char"]) == 2
     assert "write LANGUAGE=NAME" in capsys.readouterr().err
 

@@ -25,11 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=positive, default=16_384, metavar="N", help="default: 16384")
     parser.add_argument("--max-new-tokens", type=positive, default=200, metavar="N", help="of a translation")
     parser.add_argument(
+        "--beams", type=positive, default=1, metavar="W", help="translate with W beams (default: greedy)"
+    )
+    parser.add_argument(
         "--bleu-tokenizer",
         action="append",
         default=[],
         metavar="LANG=NAME",
         help="sacrebleu's tokenizer for a language, such as ja=char (default: ja-mecab, zh, ko-mecab, else 13a)",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="files of another evaluation of the same pairs: paired bootstrap of BLEU and chrF2 against its texts",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where files go (default: RUN/evaluation)")
     parser.add_argument("--no-plots", action="store_true", help="figures and texts only")
@@ -42,16 +51,19 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from plait.kernels.native import usable_cpus
-    from plait.training.evaluate import Settings, evaluate
+    from plait.training.evaluate import Settings, compare, evaluate
     from plait.training.progress import make_display
 
     torch.set_num_threads(args.threads or usable_cpus())
+    if args.against is not None and args.no_texts:
+        raise UsageError("--against compares translations: leave --no-texts out")
     settings = Settings(
         split=args.split,
         step=args.step,
         limit=args.limit,
         batch_tokens=args.batch_tokens,
         max_new_tokens=args.max_new_tokens,
+        width=args.beams,
         tokenizers=dict(_language(word) for word in args.bleu_tokenizer),
         texts=not args.no_texts,
         device=args.device,
@@ -61,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         found = evaluate(args.run, settings, display.stage)
     finally:
         display.close()
+    if args.against is not None:
+        found.figures["against"] = compare(found, args.against, settings)
     directory = args.out or args.run / "evaluation"
     written = found.save(directory)
     if not args.no_plots:
@@ -92,11 +106,21 @@ def show(figures: dict[str, Any]) -> None:
     translation = figures.get("translation")
     if translation:
         print_table(
-            ("greedy", "pairs", "BLEU", "95%", "chrF2", "95%", "ended"),
+            (translation["strategy"], "pairs", "BLEU", "95%", "chrF2", "95%", "ended"),
             [_scores(name, part) for name, part in translation["languages"].items()],
         )
         for part in translation["languages"].values():
             print(part["bleu"]["signature"])
+    against = figures.get("against")
+    if against:
+        print_table(
+            (f"against {against['directory']}", "metric", "this", "that", "p"),
+            [
+                (name, one["name"], f"{one['a']:.2f}", f"{one['b']:.2f}", f"{one['p_value']:.4f}")
+                for name, part in against["languages"].items()
+                for one in part
+            ],
+        )
     continued = figures.get("continuations")
     if continued:
         print(f"{continued['documents']} continuations, BLEU {continued['bleu']['score']:.2f}")

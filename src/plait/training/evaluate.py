@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.decoding.bleu import SAMPLES
+from plait.decoding.bleu import SAMPLES, paired_bootstrap, tokenizer_of
 from plait.engine.loading import check_device
 from plait.errors import DataError, UsageError
 from plait.jsonfile import read_json, read_text
@@ -40,7 +40,7 @@ from plait.weights.runs import CONFIG, STATE, complete, directory_of, model_of_r
 logger = logging.getLogger("plait.training")
 
 TOKENIZER = "tokenizer"  # folder of a run
-FIGURES = "evaluation.json"
+FIGURES, TEXTS = "evaluation.json", "texts.jsonl"
 # (what is being done, how much is done, of how much; 0: unknown)
 Progress = Callable[[str, int, int], None]
 
@@ -50,8 +50,8 @@ class Settings:
     """What to evaluate. split: test or valid. step: of the checkpoint, None for the best one, else the last.
 
     limit: pairs that are translated or documents that are continued, None for all. batch_tokens: positions of a
-    forward. samples: of the bootstrap, 0 for none. tokenizers: language -> BLEU tokenizer, in place of the usual one.
-    texts: False leaves translations and continuations out.
+    forward. width: of the beams that translate; 1 is greedy. samples: of the bootstrap, 0 for none. tokenizers:
+    language -> BLEU tokenizer, in place of the usual one. texts: False leaves translations and continuations out.
     """
 
     split: Literal["test", "valid"] = "test"
@@ -59,6 +59,7 @@ class Settings:
     limit: int | None = None
     batch_tokens: int = 16_384
     max_new_tokens: int = MAX_NEW_TOKENS
+    width: int = 1
     samples: int = SAMPLES
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     texts: bool = True
@@ -75,7 +76,7 @@ class Evaluation:
     def save(self, directory: Path) -> list[Path]:
         """Write the figures, and the texts as JSON lines."""
         directory.mkdir(parents=True, exist_ok=True)
-        figures, texts = directory / FIGURES, directory / "texts.jsonl"
+        figures, texts = directory / FIGURES, directory / TEXTS
         figures.write_text(json.dumps(self.figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         lines = [json.dumps(text, ensure_ascii=False) + "\n" for text in self.texts]
         texts.write_text("".join(lines), encoding="utf-8")
@@ -118,6 +119,36 @@ def evaluate(run: Path, settings: Settings, progress: Progress | None = None) ->
     if settings.texts:
         texts = _TEXTS[config.data.task](decoder, data, settings, figures, progress)
     return Evaluation(figures, texts)
+
+
+def compare(found: Evaluation, directory: Path, settings: Settings) -> dict[str, Any]:
+    """By language, BLEU and chrF2 of the translations (a) and of those in another evaluation's directory (b), with the
+    p-value of the paired bootstrap. Raises UsageError where those are not of the same pairs."""
+    file = directory / TEXTS
+    if not file.is_file():
+        raise UsageError(f"{directory} has no {TEXTS}: give the directory that plait evaluate wrote its files to")
+    others = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    pairs = [
+        [(t.get("language"), t.get("source"), t.get("reference")) for t in texts] for texts in (found.texts, others)
+    ]
+    if pairs[0] != pairs[1] or not all("hypothesis" in t for t in (*found.texts, *others)):
+        raise UsageError(
+            f"{file} is not of the same pairs in the same order: evaluate both with the same data and limit"
+        )
+    languages: dict[str, Any] = {}
+    for language in dict.fromkeys(t["language"] for t in others):
+        own, theirs = ([t for t in texts if t["language"] == language] for texts in (found.texts, others))
+        languages[language] = [
+            asdict(one)
+            for one in paired_bootstrap(
+                [t["hypothesis"] for t in own],
+                [t["hypothesis"] for t in theirs],
+                [t["reference"] for t in own],
+                settings.tokenizers.get(language) or tokenizer_of(language),
+                max(settings.samples, 2),
+            )
+        ]
+    return {"directory": str(directory), "languages": languages}
 
 
 def run_config(run: Path) -> RunConfig:
@@ -171,11 +202,12 @@ def _translations(
         pairs,
         batch_tokens=settings.batch_tokens,
         max_new_tokens=settings.max_new_tokens,
+        width=settings.width,
         advance=count,
     )
     seconds = time.perf_counter() - start
     figures["translation"] = {
-        "strategy": "greedy",
+        "strategy": "greedy" if settings.width == 1 else f"beams {settings.width}, pool, length penalty 1",
         "left_out": cut,
         "seconds": seconds,
         "tokens_per_s": sum(t.tokens for t in found) / seconds,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.decoding.beam import Beams, beam_search
 from plait.decoding.bleu import SAMPLES, bleu, chrf2, tokenizer_of
 from plait.decoding.generate import generate
 from plait.decoding.scoring import batches_by_length
@@ -71,15 +72,25 @@ def translate(
     *,
     batch_tokens: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    width: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Translation]:
-    """Greedy translations, in the order of the pairs. Rows of like length share a batch whose rows times their final
-    length stay within batch_tokens; a row's room ends with the model's positions."""
+    """Translations in the order of the pairs, greedy or the best of `width` beams (`pool`, length penalty 1).
+
+    Rows of like length share a batch whose rows, times the width, times their final length stay within batch_tokens; a
+    row's room ends with the model's positions.
+    """
     ends = [eos_id(tokenizer)]
     found: dict[int, Translation] = {}
-    for rows, room in _batches(decoder, pairs, batch_tokens, max_new_tokens):
-        result = generate(decoder, [pairs[i].prompt for i in rows], room, eos_ids=ends)
-        for i, tokens, ended in zip(rows, result.tokens, result.ended, strict=True):
+    for rows, room in _batches(decoder, pairs, batch_tokens // width, max_new_tokens):
+        prompts = [pairs[i].prompt for i in rows]
+        if width > 1:
+            best = [row[0] for row in beam_search(decoder, prompts, room, Beams(width), eos_ids=ends)]
+            result = [(hypothesis.tokens, hypothesis.ended) for hypothesis in best]
+        else:
+            greedy = generate(decoder, prompts, room, eos_ids=ends)
+            result = list(zip(greedy.tokens, greedy.ended, strict=True))
+        for i, (tokens, ended) in zip(rows, result, strict=True):
             pair = pairs[i]
             found[i] = Translation(
                 pair.language,
