@@ -12,7 +12,7 @@
 #define PLAIT_API __attribute__((visibility("default")))
 #endif
 
-#define PLAIT_ABI_VERSION 6
+#define PLAIT_ABI_VERSION 7
 
 #ifdef __cplusplus
 extern "C" {
@@ -394,6 +394,33 @@ typedef struct PlaitSampling {
 // ids[r] of rows logits[r * stride .. + vocab): -1 where a logit is NaN or the highest is infinite. Uses the threads.
 PLAIT_API int32_t plait_sample(const float *logits, int64_t stride, int64_t rows, int64_t vocab,
                                const PlaitSampling *params, int32_t *ids);
+
+// ---------------------------------------------------------------------------------------------------------------
+// Optimisers
+
+// How a piece moves. m, v, h, l are its state[0], [1], ...; g its gradient, p its numbers.
+enum {
+  PLAIT_RULE_ADAMW,   // m = beta1 m + rest1 g, v = beta2 v + rest2 g^2, p = decay p - rate m / (root sqrt(v) + eps)
+  PLAIT_RULE_LION,    // p = decay p - rate sign(beta1 m + rest1 g), m = beta2 m + rest2 g
+  PLAIT_RULE_MARS,    // c = g + extra (g - l), made as short as 1 where it is longer; as ADAMW with c; l = g
+  PLAIT_RULE_SOPHIA,  // m = beta1 m + rest1 g, p = decay p - rate clip(m / (extra h + eps), -1, 1)
+  PLAIT_RULE_COUNT
+};
+
+// One piece: numbers of a parameter that lie side by side and share what stands here.
+typedef struct PlaitUpdate {
+  float *parameter;
+  const float *gradient;
+  float *state[3];  // as many as the rule uses
+  int64_t count;
+  float decay, rate, root, eps, beta1, rest1, beta2, rest2, extra;
+  int32_t rule;
+  double measured;  // written. MARS: the length of c before it was clipped; SOPHIA: how many numbers were not clipped
+} PlaitUpdate;
+
+// One step of every piece; they must not overlap. isa: an instruction set, NULL for the best. Uses the threads, and no
+// number depends on how many.
+PLAIT_API int32_t plait_optimise(const char *isa, PlaitUpdate *updates, int64_t count);
 
 // ---------------------------------------------------------------------------------------------------------------
 // Physical limits, measured (plait bench limits)

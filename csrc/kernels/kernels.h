@@ -96,6 +96,14 @@ struct Kernels {
   // the first one's memory is used up.
   void (*attend_merge)(const AttendArgs &args, int32_t kv_head, int64_t t0, int64_t t1, float *partials,
                        int64_t chunks, int64_t stride);
+
+  // Steps of optimisers over numbers [begin, end) of a piece. mars_squares: the sum of the squares of the corrected
+  // gradient, which mars then multiplies with `clip`; sophia: returns how many numbers are not clipped.
+  void (*adamw)(const PlaitUpdate &update, int64_t begin, int64_t end);
+  void (*lion)(const PlaitUpdate &update, int64_t begin, int64_t end);
+  double (*mars_squares)(const PlaitUpdate &update, int64_t begin, int64_t end);
+  void (*mars)(const PlaitUpdate &update, float clip, int64_t begin, int64_t end);
+  int64_t (*sophia)(const PlaitUpdate &update, int64_t begin, int64_t end);
 };
 
 // Sets that this build has, worst first; null-terminated.

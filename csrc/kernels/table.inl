@@ -6,6 +6,7 @@
 #include "rows.inl"
 #include "route.inl"
 #include "attention.inl"
+#include "optimizers.inl"
 
 namespace plait {
 namespace PLAIT_ISA_NAMESPACE {
@@ -20,6 +21,7 @@ const Kernels kKernels = {
     quantise, rms_norm, layer_norm, positions, rotate, activate, gate, clamped_swiglu, xielu, add, scale, soft_cap, clip, arg_max,
     route, weighted_sum,
     write_kv, read_keys, attend, attend_merge,
+    optimizers::adamw, optimizers::lion, optimizers::mars_squares, optimizers::mars, optimizers::sophia,
 };
 
 }  // namespace PLAIT_ISA_NAMESPACE

@@ -28,11 +28,11 @@ from plait.training.checkpoints import damage
 from plait.weights.runs import directory_of, steps_of
 
 TEXT = Path(__file__).parents[1] / "fixtures" / "austen-emma.txt"
-STEPS = 60
+STEPS = 60  # or one or two more: rows that are not full hold fewer tokens
 RECIPE = """
 model: {{model_type: plait_gpt, d_model: 32, n_ctx: 32, n_layers: 2, n_heads: 2, dropout: 0.1, use_moe: true,
   n_experts: 4, top_k: 2, d_expert: 32}}
-data: {{sources: [{{path: {text}}}], context: 32, tokenizer: {{vocab_size: 400}}}}
+data: {{sources: [{{path: {text}, per: line}}], splits: {{valid: 0.2}}, context: 32, tokenizer: {{vocab_size: 400}}}}
 out: {out}
 threads: 1
 train: {{tokens: {tokens}, batch_tokens: 256, micro_tokens: 128, precision: fp32}}
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def write_recipe(folder: Path, name: str) -> Path:
-    """A recipe of a run of 60 steps: 256 tokens each, none of them padding."""
+    """A recipe of a run of some 60 steps of up to 256 tokens."""
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(text=TEXT, out=folder / name, tokens=STEPS * 256))
     return path
@@ -113,9 +113,11 @@ def differences(run: Path, reference: Path) -> list[str]:
         faults += [f"step {step}: state {k} differs" for k in b if not all(torch.equal(a[k][n], b[k][n]) for n in b[k])]
     records = [[json.loads(line) for line in (r / "log.jsonl").read_text().splitlines()] for r in (run, reference)]
     ours_, theirs_ = ([_exact(record) for record in some] for some in records)
+    steps = [r["step"] for r in ours_ if r["kind"] == "train"]
+    if steps != list(range(1, max(steps_of(reference)) + 1)) or len(steps) < STEPS:
+        faults.append(f"the log has gaps or doubles: {steps}")
     if ours_ != theirs_:
-        steps = [r["step"] for r in ours_ if r["kind"] == "train"]
-        faults.append(f"the logs differ: training steps {steps}, {len(ours_)} lines for {len(theirs_)}")
+        faults.append(f"the logs differ, {len(ours_)} lines for {len(theirs_)}")
     return faults
 
 
@@ -139,9 +141,6 @@ def kill_and_resume(folder: Path, kills: int, seed: int) -> Outcome:
             shutil.rmtree(run)
     finish(recipe)
     outcome.faults += differences(run, reference.with_suffix(""))
-    steps = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    if [r["step"] for r in steps if r["kind"] == "train"] != list(range(1, STEPS + 1)):
-        outcome.faults.append("the log has gaps or doubles")
     return outcome
 
 

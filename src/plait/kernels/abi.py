@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 6  # PLAIT_ABI_VERSION
+ABI_VERSION = 7  # PLAIT_ABI_VERSION
 
 # PLAIT_LAYOUT_...: how a packed matrix is kept; the same numbers name the storage of a source to pack.
 LAYOUTS = {
@@ -69,6 +69,7 @@ LATENT_FORMS = {"auto": 0, "expanded": 1, "absorbed": 2}
 KV_TYPES = {"fp32": 0, "bf16": 1, "fp16": 2}
 ROWS_TOKENS, ROWS_LOGITS = 0, 1
 KIND_F32, KIND_I32, KIND_Q8 = 0, 1, 2
+RULES = {"adamw": 0, "lion": 1, "mars": 2, "sophia": 3}  # PLAIT_RULE_...
 
 
 class Topology(ctypes.Structure):
@@ -209,6 +210,26 @@ class Sampling(ctypes.Structure):
     ]
 
 
+class Update(ctypes.Structure):
+    _fields_ = [
+        ("parameter", c_void_p),
+        ("gradient", c_void_p),
+        ("state", c_void_p * 3),
+        ("count", c_int64),
+        ("decay", c_float),
+        ("rate", c_float),
+        ("root", c_float),
+        ("eps", c_float),
+        ("beta1", c_float),
+        ("rest1", c_float),
+        ("beta2", c_float),
+        ("rest2", c_float),
+        ("extra", c_float),
+        ("rule", c_int32),
+        ("measured", c_double),
+    ]
+
+
 _P = c_void_p  # any array: pass an address (array.ctypes.data) or None
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "plait_abi_version": (c_int32, []),
@@ -243,6 +264,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "plait_visit": (c_int32, [c_int64, _P]),
     "plait_last_error": (c_char_p, []),
     "plait_sample": (c_int32, [_P, c_int64, c_int64, c_int64, _P, _P]),
+    "plait_optimise": (c_int32, [c_char_p, _P, c_int64]),
     "plait_measure_read": (c_double, [c_int64, c_int32, c_int32]),
     "plait_measure_matmul": (c_double, [c_int32, c_int32, c_double]),
 }

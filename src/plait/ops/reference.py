@@ -328,11 +328,12 @@ def experts(
         return torch.zeros_like(x)
     if none:
         parts.insert(0, parts[0].new_zeros(none, x.shape[-1]))
-    of_choice = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k))
-    flat_weights = weights.reshape(-1, k, 1)
-    total = _wide(of_choice[:, 0]) * flat_weights[:, 0]
-    for j in range(1, k):
-        total = total + _wide(of_choice[:, j]) * flat_weights[:, j]
+    # Unbound for the same reason: of every choice that is indexed, the gradient would be one of all choices.
+    choices = torch.cat(parts).index_select(0, order.argsort()).unflatten(0, (-1, k)).unbind(1)
+    shares = weights.reshape(-1, k, 1).unbind(1)
+    total = _wide(choices[0]) * shares[0]
+    for choice, share in zip(choices[1:], shares[1:], strict=True):
+        total = total + _wide(choice) * share
     return total.to(x.dtype).reshape(x.shape)
 
 

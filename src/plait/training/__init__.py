@@ -1,7 +1,11 @@
-"""Training: data, optimisers, schedule, precision, loop, checkpoints, evaluation."""
+"""Training: data, optimisers, schedule, precision, loop, checkpoints, evaluation.
+
+What stands here is imported when it is first used.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,12 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["build_optimizer", "step_loss"]
 
-_HOMES = {"step_loss": "plait.training.loss", "build_optimizer": "plait.training.optimizers"}
+_HOMES = {
+    "build_optimizer": "plait.training.optimizers",
+    "step_loss": "plait.training.loss",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'plait.training' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_HOMES[name]), name)

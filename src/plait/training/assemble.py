@@ -15,9 +15,10 @@ from plait.errors import TrainingError, UsageError
 from plait.kernels.native import usable_cpus
 from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder, from_config
+from plait.model.families import parse_config
 from plait.text.tokenizer import Tokenizer, load_tokenizer
 from plait.training.checkpoints import Found
-from plait.training.config import RunConfig
+from plait.training.config import ExpertsConfig, RunConfig
 from plait.training.data.batches import Batches
 from plait.training.data.build import Data, Progress, build_data
 from plait.training.loop import Parts
@@ -81,6 +82,8 @@ def assemble(config: RunConfig, run: Path, found: Found | None, progress: Progre
         *_optimizer_lines(optimizer),
         f"precision {precision.name}: {precision.why}",
     ]
+    if parts.routing is None and config.experts != ExpertsConfig():
+        lines.append("experts: this model has no mixture, so that this section of the recipe does nothing")
     return Assembled(parts, data, lines)
 
 
@@ -142,6 +145,7 @@ def _decoder(config: RunConfig, tokenizer: Tokenizer, start: Path | None, found:
     for key, value in known.items():
         if value is not None:
             raw.setdefault(key, value)
+    parse_config(raw, strict=True)  # a key that no model knows is an error here: the recipe's writer can mend it
     return from_config(raw, seed=config.seed).to(config.device)
 
 

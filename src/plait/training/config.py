@@ -135,7 +135,8 @@ def load_config(path: Path, words: Iterable[str] = ()) -> RunConfig:
     """The configuration of a recipe with `key=value` words. Raises ConfigError or UsageError with the key's path."""
     recipe = apply_overrides(read_recipe(path), words)
     config = build_tree(RunConfig, recipe)
-    return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+    config = config if config.out else replace(config, out=str(Path("runs") / path.stem))
+    return _with_absolute_paths(config)
 
 
 def config_of(plain: Mapping[str, Any], words: Iterable[str] = ()) -> RunConfig:
@@ -151,6 +152,27 @@ def check_same(stored: Mapping[str, Any], config: RunConfig, run: Path) -> None:
                 f"{run} was begun with {path}={old!r:.60}, not {new!r:.60}: `plait train {run}` resumes it as it is;"
                 " out=ANOTHER begins a new run"
             )
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Paths of files from the root on, so that the run goes on from any directory."""
+    sources = tuple(
+        replace(
+            source,
+            path=_absolute(source.path),
+            target_path=_absolute(source.target_path),
+            join=None if source.join is None else replace(source.join, path=_absolute(source.join.path)),
+        )
+        for source in config.data.sources
+    )
+    tokenizer = replace(config.data.tokenizer, path=_absolute(config.data.tokenizer.path))
+    model = _absolute(config.model) if isinstance(config.model, str) else config.model
+    return replace(config, model=model, data=replace(config.data, sources=sources, tokenizer=tokenizer))
+
+
+def _absolute(path: str) -> str:
+    """Of what names no file here (nothing, hf:...) itself."""
+    return path if not path or path.startswith("hf:") else str(Path.cwd() / Path(path).expanduser())
 
 
 def _at_least(least: int, section: str, part: Any, *names: str) -> None:

@@ -102,7 +102,7 @@ def test_an_epoch_has_every_example_once_within_the_budget(
     assert tokens == batches.tokens(epoch) == sum(lengths)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(0, 5), st.lists(st.integers(0, 20), max_size=6)
 )

@@ -68,6 +68,8 @@ class SourceConfig:
             raise ConfigError(f"data.sources: weight of {self.name} must be above 0, not {self.weight}")
         if self.languages and len(self.languages) != 2:
             raise ConfigError(f"data.sources: languages of {self.name} are two, of source and target")
+        if self.join is not None and not (self.join.path and self.join.on):
+            raise ConfigError(f"data.sources: join of {self.name} needs a path and the column that it is joined on")
         if self.target_path and self.format not in ("auto", "lines"):
             raise ConfigError(f"data.sources: target_path of {self.name} goes with format lines, not {self.format}")
         if self.format == "lines" and not self.target_path:

@@ -86,7 +86,7 @@ def read_rows(source: SourceConfig) -> Iterator[Row]:
         if kind == "lines":
             yield from _read_pairs(source, path)
         elif kind == "text":
-            several = len(files) > 1 or Path(source.path).expanduser().is_dir()
+            several = files != [Path(source.path).expanduser()]
             yield from _read_text(source, path, path.relative_to(base).as_posix(), several)
         else:
             yield from READERS[kind](path)

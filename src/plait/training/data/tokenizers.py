@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, TokenizerError
@@ -68,10 +69,11 @@ def from_json(text: str) -> Tokenizer:
 
 
 def given_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of the model that the configuration names."""
+    """The tokenizer of the model, or of the directory without one, that the configuration names."""
     from plait.weights.locate import locate
 
-    return load_tokenizer(locate(config.path))
+    place = Path(config.path).expanduser()
+    return load_tokenizer(place if (place / "tokenizer.json").exists() else locate(config.path))
 
 
 def identity(tokenizer: Tokenizer) -> str:
