@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 TORCH = {
     "plait.decoding.beam",
     "plait.decoding.filters",
-    "plait.decoding.generate",
+    "plait.decoding.generation",
     "plait.decoding.models",
     "plait.decoding.scoring",
     "plait.engine.reference_executor",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.decoding.beam import Beams, beam_search
-from plait.decoding.generate import generate, left_padded
+from plait.decoding.generation import generate, left_padded
 from plait.errors import RequestError
 from tests.decoding.models import RAGGED, Recomputing, model_pair
 from tests.memory.tiny_decoders import tiny_decoder

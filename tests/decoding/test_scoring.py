@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.decoding import scoring
-from plait.decoding.generate import generate
+from plait.decoding.generation import generate
 from plait.decoding.scoring import batches_by_length, continuation_nll, target_nll
 from plait.errors import RequestError, UsageError
 from plait.model.decoder import Decoder, from_config

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plait.decoding.generate import LeftPaddedBatch, check_room, inference, left_padded
+from plait.decoding.generation import LeftPaddedBatch, check_room, inference, left_padded
 from plait.decoding.models import step_model
 from plait.errors import EngineError, RequestError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.decoding.generate import inference
+from plait.decoding.generation import inference
 from plait.errors import RequestError, UsageError
 from plait.model.decoder import Decoder, head_logits
 from plait.ops.step import StepInputs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.decoding.bleu import SAMPLES, bleu
-from plait.decoding.generate import generate
+from plait.decoding.generation import generate
 from plait.decoding.metrics import Continuations, measure
 from plait.decoding.scoring import batches_by_length, continuation_nll
 from plait.model.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.decoding.beam import Beams, beam_search
 from plait.decoding.bleu import SAMPLES, bleu, chrf2, tokenizer_of
-from plait.decoding.generate import generate
+from plait.decoding.generation import generate
 from plait.decoding.scoring import batches_by_length
 from plait.errors import DataError
 from plait.model.decoder import Decoder

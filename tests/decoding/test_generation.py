@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.decoding.filters import Filters, row_generators
-from plait.decoding.generate import generate, left_padded, true_positions
+from plait.decoding.generation import generate, left_padded, true_positions
 from plait.decoding.models import step_model
 from plait.errors import CapacityError, RequestError, UsageError
 from plait.memory.dense import seeing_itself, visible_columns
