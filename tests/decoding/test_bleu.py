@@ -103,6 +103,12 @@ def test_figure_interval_and_signature_are_those_of_sacrebleus_command(tmp_path:
     assert found.low < found.score < found.high
 
 
+def test_samples_without_anything_in_common_are_scored_too() -> None:
+    """A quarter of the samples draw the first pair twice, and score 0."""
+    for score in (chrf2(["xyz", "abc"], ["qqq", "abc"]), bleu(["x y z w", "a b c d"], ["q q q q", "a b c d"])):
+        assert score.low == pytest.approx(0, abs=10) and score.high > 90
+
+
 def test_a_system_against_itself_and_a_better_one() -> None:
     hypotheses, references = HYPOTHESES * 10, REFERENCES * 10
     worse = [" ".join(text.split()[:-2]) for text in hypotheses]

@@ -127,12 +127,26 @@ def _metric(name: str, tokenizer: str | None = None, **options: Any) -> Any:
 
 def _corpus_score(metric: Any, hypotheses: Sequence[str], references: Sequence[str], samples: int) -> Score:
     _check(hypotheses, references)
+    _in_plain_floats(metric)
     # One sample is sacrebleu's word for none.
     found = metric.corpus_score(_nfc(hypotheses), [_nfc(references)], n_bootstrap=max(samples, 1))
     signature = str(metric.get_signature())
     if samples <= 1:
         return Score(found.name, found.score, signature)
     return Score(found.name, found.score, signature, found._mean - found._ci, found._mean + found._ci)
+
+
+def _in_plain_floats(metric: Any) -> None:
+    """Have a metric's scores be floats of Python. sacrebleu 2.6's are numpy's but for those that are exactly 0, and the
+    mean over its samples fails on the mixture."""
+    compute = metric._compute_score_from_stats
+
+    def plain(statistics: Any) -> Any:
+        found = compute(statistics)
+        found.score = float(found.score)
+        return found
+
+    metric._compute_score_from_stats = plain
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
