@@ -108,6 +108,7 @@ def test_a_limit_takes_evenly_spaced_pairs(translator: Any) -> None:
     assert some == [every[i] for i in (0, 7, 14, 21)]
 
 
+@pytest.mark.slow
 def test_a_row_s_room_ends_with_the_model_s_positions(translator: Any) -> None:
     _, _, data, decoder = translator
     pairs = pairs_of(data, "test", 6)[0]
@@ -249,6 +250,7 @@ def test_other_data_than_the_run_was_trained_on_are_said(
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_writes_figures_texts_and_plots(
     translator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
