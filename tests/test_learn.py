@@ -18,7 +18,7 @@ LEARN = ROOT / "docs" / "learn"
 PAGES = sorted(LEARN.glob("*.md"))
 NUMBER = re.compile(r"(?<![\w#.])-?\d+(?:\.\d+)?(?![\w.])")
 # What each page is for; a page that is not here would be one that nobody has asked for.
-NAMES = {"latent.md", "rope.md", "routers.md", "windows.md"}
+NAMES = {"batches.md", "latent.md", "rope.md", "routers.md", "windows.md"}
 
 
 def test_the_pages_are_there():

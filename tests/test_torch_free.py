@@ -23,6 +23,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 # The modules that compute with torch; every other module of the package must import without it.
 TORCH = {
     "plait.bench.optimisers",
+    "plait.decoding.beam",
+    "plait.decoding.filters",
+    "plait.decoding.generation",
+    "plait.decoding.models",
+    "plait.decoding.scoring",
     "plait.engine.reference_executor",
     "plait.memory.attention",
     "plait.memory.base",
@@ -49,6 +54,11 @@ TORCH = {
     "plait.training.loop",
     "plait.training.loss",
     "plait.training.micro",
+    "plait.training.continued_documents",
+    "plait.training.evaluate",
+    "plait.training.expert_counts",
+    "plait.training.translations",
+    "plait.studies.run_plots",
     "plait.training.mixture",
     "plait.training.optimizers",
     "plait.training.optimizers.adamw",

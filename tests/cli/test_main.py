@@ -67,7 +67,7 @@ WRONG_REQUESTS = [
     ([], "no command given"),
     (["sing"], "unknown command 'sing'"),
     (["genrate"], "did you mean generate?"),
-    (["evaluate"], "evaluate does not exist yet"),
+    (["study"], "study does not exist yet"),
     (["models", "--context", "0"], "must be a whole number of at least 1"),
     (["models", "--memory", "lots"], "'lots' is no amount of memory"),
     (["models", "--subtract-weights"], "needs --memory"),

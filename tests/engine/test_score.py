@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import plait
+from plait.decoding import scoring
 from plait.engine import score_forward
 from plait.engine.loading import load_model
 from plait.engine.score import Scorer, windows
@@ -102,11 +104,16 @@ def test_logits_never_exist_for_all_tokens_at_once(
 ) -> None:
     whole = Scorer(DecoderForward(decoder), tokenizer).score(TEXT).token_logprobs
     sizes: list[int] = []
-    logits = decoder.logits
-    monkeypatch.setattr(score_forward, "LOGIT_NUMBERS", 5 * decoder.config.vocab_size)
-    monkeypatch.setattr(decoder, "logits", lambda hidden: sizes.append(len(hidden)) or logits(hidden))
+    head = scoring.head_logits
+
+    def spy(*args: Any) -> Any:
+        sizes.append(head(*args).shape[-1])
+        return head(*args)
+
+    monkeypatch.setattr(scoring, "LOGIT_NUMBERS", 100 * (len(TEXT) - 1))
+    monkeypatch.setattr(scoring, "head_logits", spy)
     parts = Scorer(DecoderForward(decoder), tokenizer).score(TEXT).token_logprobs
-    assert max(sizes) == 5 and sum(sizes) == len(TEXT) - 1
+    assert max(sizes) == 100 and sum(sizes) == decoder.config.vocab_size
     assert parts[1:] == pytest.approx(whole[1:], abs=1e-5)
 
 

@@ -25,11 +25,12 @@ COMMANDS = {
     "convert": "Hugging Face directory <-> GGUF, with quantisation",
     "verify": "compare a checkpoint with a reference implementation, token by token",
     "train": "train a model from a recipe, or go on with a run",
+    "evaluate": "a training run on held-out data: perplexity, BLEU, routing",
     "score": "perplexity and log-probabilities of text",
     "bench": "measurements against a peer in the same run",
 }
 # Announced commands that do not exist yet; they answer so instead of "unknown".
-PLANNED = ("batch", "evaluate", "study")
+PLANNED = ("batch", "study")
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

@@ -44,18 +44,14 @@ class DecoderForward:
     def logprobs(self, fed: list[int], targets: list[int]) -> list[float]:
         import torch
 
+        from plait.decoding.scoring import target_nll
+
         decoder = self.decoder
         wanted = torch.tensor(targets, device=decoder.device)
         with torch.inference_mode():
             ids = torch.tensor(fed, device=decoder.device)
             hidden = (decoder(ids) if self._adapted is None else self._adapted.hidden(ids))[-len(targets) :]
-            rows = max(LOGIT_NUMBERS // decoder.config.vocab_size, 1)
-            parts = []
-            for start in range(0, len(targets), rows):
-                logits = decoder.logits(hidden[start : start + rows])
-                chosen = logits.gather(-1, wanted[start : start + rows, None]).squeeze(-1)
-                parts.append(chosen - logits.logsumexp(-1))
-            return torch.cat(parts).tolist()
+            return (-target_nll(decoder, hidden, wanted).nll).tolist()
 
 
 class AdaptedForward:

@@ -16,6 +16,27 @@ from plait.ops.spec import AttendSpec, LatentSpec, LayerCache
 from plait.ops.step import StepInputs
 
 
+def visible_columns(valid: Tensor, positions: Tensor, start: int = 0, window: int = 0) -> Tensor:
+    """bool [B, T, C]: which of C columns the queries in columns start .. C - 1 see.
+
+    valid: bool [B, C], False at padding; positions: int64 [B, C], true ones. A key is seen from its own column on, if
+    it is no padding, and under a window (0: none) while its position is less than `window` behind.
+    """
+    columns = torch.arange(valid.shape[-1], device=valid.device)
+    mask = (columns <= columns[start:, None]) & valid[:, None, :]
+    if window:
+        mask = mask & (positions[:, start:, None] - positions[:, None, :] < window)
+    return mask
+
+
+def seeing_itself(mask: Tensor) -> Tensor:
+    """The mask [B, T, C] of the last T columns in which a query that saw nothing sees itself, so that its softmax is
+    no 0 / 0. Only padding is such a query, and nobody sees it."""
+    queries, columns = mask.shape[-2:]
+    itself = torch.eye(queries, columns, dtype=torch.bool, device=mask.device).roll(columns - queries, -1)
+    return mask | (itself & ~mask.any(-1, keepdim=True))
+
+
 class DenseMemory:
     """Keys and values [B, Hk, capacity, d] per layer, doubled when full; of a latent layer its rows, as keys of one
     head, and values of no width.
@@ -97,14 +118,9 @@ class DenseStep(MemoryStep):
     def _mask(self, window: int) -> Tensor:
         """bool [B, 1, T, C]; a row that would see nothing sees itself."""
         if window not in self._masks:
-            m, start, end = self._memory, self._start, self._end
-            columns = torch.arange(end, device=self.positions.device)
-            itself = columns.unsqueeze(0) == columns[start:].unsqueeze(1)
-            mask = (columns.unsqueeze(0) <= columns[start:].unsqueeze(1)) & m._valid[:, None, :end]
-            if window:
-                distance = self.positions.unsqueeze(-1) - m._positions[:, None, :end]
-                mask = mask & (distance < window)
-            self._masks[window] = (mask | (itself & ~mask.any(-1, keepdim=True))).unsqueeze(1)
+            m, end = self._memory, self._end
+            mask = visible_columns(m._valid[:, :end], m._positions[:, :end], self._start, window)
+            self._masks[window] = seeing_itself(mask).unsqueeze(1)
         return self._masks[window]
 
     def attend_tensors(

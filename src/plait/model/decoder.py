@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,17 @@ class Head(Embedding):
     def __init__(self, vocab_size: int, hidden_size: int, bias: bool) -> None:
         super().__init__(vocab_size, hidden_size)
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+
+    def columns(self, start: int, stop: int) -> HeadColumns:
+        """The head of tokens start .. stop - 1, as views."""
+        return HeadColumns(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
+
+
+class HeadColumns(NamedTuple):
+    """Some rows of the head's table and of its bias: the logits of a part of the vocabulary."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Backbone(nn.Module):
@@ -148,7 +159,7 @@ class Decoder(nn.Module):
         save_pretrained(self, Path(directory))
 
 
-def head_logits(config: ModelConfig, head: Head, hidden: Any) -> Any:
+def head_logits(config: ModelConfig, head: Head | HeadColumns, hidden: Any) -> Any:
     """fp32 logits [..., V] of hidden states [..., D], with the model's factor and soft cap."""
     # The factor meets the hidden states and not the logits: fewer numbers, and the product stays last.
     x: Any = hidden if config.logit_scale == 1.0 else ops.scale(hidden, factor=config.logit_scale)

@@ -1,0 +1,1 @@
+"""The experiments, their tables and their plots."""
