@@ -77,6 +77,12 @@ PLAIT_INLINE vf load_i8(const uint8_t *p) {
 // 2 * 127 * (largest quant). kParts: scales per block of 32. kFixed: what is subtracted from the stored quant. kApart:
 // from how many tokens on it pays to take a panel apart once for all tiles; 0 = never. kStreams: comes from memory.
 
+#if defined(__AVX512VNNI__)
+constexpr bool kTakesApart = false;
+#else
+constexpr bool kTakesApart = true;
+#endif
+
 enum Kind { kPlain, kOffset, kAffine };
 
 PLAIT_INLINE vu nibbles(const uint8_t *p, int j, int lane) {
@@ -110,7 +116,7 @@ struct Q4_1 {
   static PLAIT_INLINE vf min(const uint8_t *unit, int, int lane) { return load_halves(unit + 32 + lane * 2); }
 };
 struct Q5_0 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -120,7 +126,7 @@ struct Q5_0 {
   static PLAIT_INLINE vf min(const uint8_t *, int, int) { return vf{}; }
 };
 struct Q5_1 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -141,7 +147,7 @@ struct Q8_0 {
 };
 // d and dmin have 11 bits, the scales 6: their products are exact.
 struct Q4_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -155,7 +161,7 @@ struct Q4_K {
   }
 };
 struct Q5_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -167,7 +173,7 @@ struct Q5_K {
   static PLAIT_INLINE vf min(const uint8_t *unit, int b, int lane) { return Q4_K::min(unit, b, lane); }
 };
 struct Q6_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
