@@ -16,7 +16,8 @@ constexpr int V = 16 / W;  // vectors per panel and column
 // 32, and at least 8 chains for two multiply-adds a cycle that take four cycles each.
 #if defined(__AVX512F__)
 constexpr int kTile = 12;
-constexpr int panels_for(int tokens) { return tokens == 1 ? 8 : tokens <= 4 ? 4 : 2; }
+// Not 8 for one token: panels whose bytes are a multiple of 4 KiB would share 8 lines of the cache with what is fetched.
+constexpr int panels_for(int tokens) { return tokens <= 4 ? 4 : 2; }
 #elif defined(__AVX2__)
 constexpr int kTile = 6;
 constexpr int panels_for(int tokens) { return tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; }
@@ -218,10 +219,11 @@ inline void finish(const MatmulArgs &a, int64_t panel, int64_t token, const floa
   }
 }
 
-// Activations as pairs of bfloat16, an odd last number beside a zero: `columns` pairs from pair k on.
-inline void round_rows(const MatmulArgs &a, int64_t token0, int64_t tokens, int64_t k, int64_t columns, uint16_t *out) {
+// Activations as pairs of bfloat16, an odd last number beside a zero: `columns` pairs from pair k on, rows of `span` pairs.
+inline void round_rows(const MatmulArgs &a, int64_t token0, int64_t tokens, int64_t k, int64_t columns, int64_t span,
+                       uint16_t *out) {
   const int64_t numbers = a.matrix->cols - 2 * k < 2 * columns ? a.matrix->cols - 2 * k : 2 * columns;
-  for (int64_t t = 0; t < tokens; t++, out += 2 * kColumns) {
+  for (int64_t t = 0; t < tokens; t++, out += 2 * span) {
     const float *x = (const float *)(a.x + (token0 + t) * a.x_stride) + 2 * k;
     int64_t i = 0;
     for (; i + 32 <= numbers; i += 32) round_pairs(x + i, out + i);
@@ -245,19 +247,21 @@ void matmul(const MatmulArgs &a, int64_t panel0, int64_t panel1, int64_t token0,
     const int64_t tiles = (tokens + kTile - 1) / kTile, small = tokens / tiles, large = tokens % tiles;
     const bool expanding = (F == kBF16 || F == kF16) && tokens >= kExpandFrom;
     const int64_t group = tiles == 1 ? panels_for((int)tokens) : panels_for(kTile);
-    const int64_t step = tiles == 1 && F != kDot ? cols : kColumns;
+    // Few tokens read whole rows: weights then come from memory in one stream. What kDot rounds must fit into `pairs`.
+    const int64_t step = tiles > 1 ? kColumns : F == kDot ? kTokens * kColumns / tokens : cols;
+    const int64_t span = step < cols ? step : cols;
     for (int64_t panel = panel0, panels; panel < panel1; panel += panels) {
       panels = panel1 - panel < kGroups * group ? panel1 - panel : kGroups * group;
       memset(sums, 0, sizeof(float) * tokens * panels * 16);
       for (int64_t k = 0; k < cols; k += step) {
         const int64_t columns = cols - k < step ? cols - k : step;
-        if (F == kDot) round_rows(a, block, tokens, k, columns, pairs);
+        if (F == kDot) round_rows(a, block, tokens, k, columns, span, pairs);
         for (int64_t p = 0, width; p < panels; p += width) {
           width = panels - p >= group ? group : 1;
           TileArgs args;
           args.w = (const uint8_t *)a.matrix->data + (panel + p) * stride + k * column_bytes(F);
           args.panel_stride = args.fetch_stride = stride;
-          args.x_stride = F == kDot ? 4 * kColumns : a.x_stride;
+          args.x_stride = F == kDot ? 4 * span : a.x_stride;
           args.columns = columns;
           // Every tile fetches its share of the next columns' weights, or of the next panels'.
           const uint8_t *next = args.w + columns * column_bytes(F) + (k + columns == cols ? (width - 1) * stride : 0);
@@ -269,7 +273,7 @@ void matmul(const MatmulArgs &a, int64_t panel0, int64_t panel1, int64_t token0,
           }
           for (int64_t t = 0, i = 0, n; i < tiles; t += n, i++) {
             n = i < large ? small + 1 : small;
-            args.x = F == kDot ? (const uint8_t *)(pairs + t * 2 * kColumns) : a.x + (block + t) * a.x_stride + k * 4;
+            args.x = F == kDot ? (const uint8_t *)(pairs + t * 2 * span) : a.x + (block + t) * a.x_stride + k * 4;
             args.fetch = next + i * columns * args.fetch_step;
             const Tile run = expanding ? find_tile<kF32>(width, n, false) : find_tile<F>(width, n, tiles == 1);
             run(args, sums + (p * tokens + t * width) * 16);

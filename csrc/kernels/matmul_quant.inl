@@ -77,6 +77,12 @@ PLAIT_INLINE vf load_i8(const uint8_t *p) {
 // 2 * 127 * (largest quant). kParts: scales per block of 32. kFixed: what is subtracted from the stored quant. kApart:
 // from how many tokens on it pays to take a panel apart once for all tiles; 0 = never. kStreams: comes from memory.
 
+#if defined(__AVX512VNNI__)
+constexpr bool kTakesApart = false;
+#else
+constexpr bool kTakesApart = true;
+#endif
+
 enum Kind { kPlain, kOffset, kAffine };
 
 PLAIT_INLINE vu nibbles(const uint8_t *p, int j, int lane) {
@@ -110,7 +116,7 @@ struct Q4_1 {
   static PLAIT_INLINE vf min(const uint8_t *unit, int, int lane) { return load_halves(unit + 32 + lane * 2); }
 };
 struct Q5_0 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -120,7 +126,7 @@ struct Q5_0 {
   static PLAIT_INLINE vf min(const uint8_t *, int, int) { return vf{}; }
 };
 struct Q5_1 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -141,7 +147,7 @@ struct Q8_0 {
 };
 // d and dmin have 11 bits, the scales 6: their products are exact.
 struct Q4_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -155,7 +161,7 @@ struct Q4_K {
   }
 };
 struct Q5_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -167,7 +173,7 @@ struct Q5_K {
   static PLAIT_INLINE vf min(const uint8_t *unit, int b, int lane) { return Q4_K::min(unit, b, lane); }
 };
 struct Q6_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = 9;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = kTakesApart ? 9 : 0;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -313,15 +319,35 @@ constexpr int kTile = 4;
 constexpr int kTile = 2;
 #endif
 
+// What a token adds to the dot products of a part of a block: the sum of its activations, for formats with a fixed offset
+// times that. `pair`: the record's two sums of the block.
+template <class F>
+PLAIT_INLINE float summand(const uint8_t *pair, int part) {
+  const float total = F::kParts == 2 ? load_float(pair + part * 4) : load_float(pair) + load_float(pair + 4);
+  return F::kKind == kOffset ? (float)-F::kFixed * total : total;
+}
+// Made once for all panels where an instruction takes a number out of memory for all lanes: out of a register it would
+// take a port that multiplies.
+#if defined(__AVX512F__)
+constexpr bool kPrepares = true;
+#else
+constexpr bool kPrepares = false;
+#endif
+template <class F>
+static void summands(const uint8_t *sums, int64_t blocks, float *out) {
+  for (int64_t b = 0; b < blocks; b++, sums += 8)
+    for (int part = 0; part < F::kParts; part++) *out++ = summand<F>(sums, part);
+}
+
 // Where a tile of tokens meets a stream of blocks.
 struct TileArgs {
   const uint8_t *stream;
   int64_t units;
   const uint8_t *x;           // first token's quants of the first block
   const uint8_t *scales;      // its scale of the first block
-  const uint8_t *sums;        // its two sums of the first block
+  const uint8_t *sums;        // its two sums of the first block, or what summands() made of them
   const int32_t *correction;  // its correction of the first block, or null
-  int64_t x_stride, correction_stride;
+  int64_t x_stride, sums_stride, correction_stride;
   float *state;  // [tokens][16]: sums of the blocks before (unless first) and after
   bool first;
 };
@@ -334,10 +360,12 @@ static __attribute__((noinline)) void tile(const TileArgs &args) {
   constexpr int unit_bytes = UnitBytes<F>::value, block_bytes = unit_bytes / F::kBlocks, subs = 8 / F::kParts;
   constexpr bool corrects = kNeedsCorrection && F::kKind == kPlain;
   const uint8_t *unit = args.stream, *x = args.x, *scales = args.scales, *sums = args.sums;
-  const int64_t stride = args.x_stride;
+  const int64_t stride = args.x_stride, sums_stride = args.sums_stride;
   const int32_t *correction = args.correction;
   vf acc[T][kHalves];
+#pragma GCC unroll 16
   for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
     for (int h = 0; h < kHalves; h++) acc[t][h] = args.first ? vf{} : load(args.state + t * 16 + h * W);
   for (int64_t u = 0; u < args.units; u++, unit += unit_bytes) {
     for (int b = 0; b < F::kBlocks; b++) {
@@ -372,9 +400,8 @@ static __attribute__((noinline)) void tile(const TileArgs &args) {
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
           const vf s = splat(load_float(scales + t * stride));
-          const uint8_t *pair = sums + t * stride;
-          const float total = F::kParts == 2 ? load_float(pair + part * 4) : load_float(pair) + load_float(pair + 4);
-          const vf S = splat(F::kKind == kOffset ? (float)-F::kFixed * total : total);
+          const uint8_t *at = sums + t * sums_stride;
+          const vf S = splat(kPrepares ? load_float(at + part * 4) : summand<F>(at, part));
 #pragma GCC unroll 4
           for (int h = 0; h < kHalves; h++) {
             const vf dot = to_float(sum[t][h].total);
@@ -386,11 +413,13 @@ static __attribute__((noinline)) void tile(const TileArgs &args) {
       }
       x += 32;
       scales += 4;
-      sums += 8;
+      sums += kPrepares ? F::kParts * 4 : 8;
       if (corrects) correction++;
     }
   }
+#pragma GCC unroll 16
   for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
     for (int h = 0; h < kHalves; h++) store(args.state + t * 16 + h * W, acc[t][h]);
 }
 
@@ -401,7 +430,7 @@ PLAIT_INLINE void tiles(TileArgs &args, int64_t &tokens) {
     tile<F, T>(args);
     args.x += T * args.x_stride;
     args.scales += T * args.x_stride;
-    args.sums += T * args.x_stride;
+    args.sums += T * args.sums_stride;
     if (args.correction != nullptr) args.correction += T * args.correction_stride;
     args.state += T * 16;
   }
@@ -472,19 +501,27 @@ static void matmul_quantised(const MatmulArgs &args, int64_t panel0, int64_t pan
   constexpr bool corrects = kNeedsCorrection && F::kKind == kPlain;
   const PlaitMatrix &matrix = *args.matrix;
   const int64_t blocks = matrix.cols / 32;
-  const int64_t most = corrects && kCorrections / blocks < kTokens ? kCorrections / blocks : kTokens;
+  constexpr bool prepares = kPrepares && F::kKind != kPlain;
+  const int64_t fitting = corrects || prepares ? kCorrections / blocks : kTokens;
+  const int64_t most = fitting < kTokens ? fitting : kTokens;
   alignas(64) float state[kTokens * 16];
   alignas(64) uint8_t apart[kChunk * Unpacked<F>::kBytes];
   int32_t correction[corrects ? kCorrections : 1];
+  float prepared[prepares ? kCorrections * F::kParts : 1];
   for (int64_t first = token0; first < token1; first += most) {
     const int64_t tokens = token1 - first < most ? token1 - first : most;
     const uint8_t *x = args.x + first * args.x_stride;
     if (corrects)
       for (int64_t t = 0; t < tokens; t++) corrections(x + t * args.x_stride, blocks, correction + t * blocks);
+    if (prepares)
+      for (int64_t t = 0; t < tokens; t++)
+        summands<F>(x + t * args.x_stride + matrix.cols + blocks * 4, blocks, prepared + t * blocks * F::kParts);
+    const uint8_t *sums = prepares ? (const uint8_t *)prepared : x + matrix.cols + blocks * 4;
+    const int64_t sums_stride = prepares ? blocks * F::kParts * 4 : args.x_stride;
     for (int64_t panel = panel0; panel < panel1; panel++) {
       const uint8_t *stream = (const uint8_t *)matrix.data + panel * matrix.panel_bytes;
-      TileArgs t = {stream, blocks / F::kBlocks, x, x + matrix.cols, x + matrix.cols + blocks * 4,
-                    corrects ? correction : nullptr, args.x_stride, blocks, state, true};
+      TileArgs t = {stream, blocks / F::kBlocks, x, x + matrix.cols, sums, corrects ? correction : nullptr,
+                    args.x_stride, sums_stride, blocks, state, true};
       if (F::kApart == 0 || tokens < F::kApart) {
         all_tiles<F>(t, tokens);
       } else if constexpr (F::kApart != 0) {
@@ -494,7 +531,7 @@ static void matmul_quantised(const MatmulArgs &args, int64_t panel0, int64_t pan
           t.stream = apart;
           t.x = x + block * 32;
           t.scales = x + matrix.cols + block * 4;
-          t.sums = x + matrix.cols + blocks * 4 + block * 8;
+          t.sums = sums + block * (prepares ? F::kParts * 4 : 8);
           t.first = block == 0;
           all_tiles<Unpacked<F>>(t, tokens);
         }

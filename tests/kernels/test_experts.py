@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from plait.kernels import abi, native
 from tests.kernels import quant_model
@@ -62,6 +63,10 @@ def stack(
     b.matrices.append(abi.Matrix(abi.LAYOUTS[layout], 0, total, cols, panel_bytes, data.ctypes.data))
     b.values.append(np.empty(0))
     return len(b.matrices) - 1, np.array(values).astype(np.float64)
+
+
+def in_bf16(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x.astype(np.float32)).bfloat16().double().numpy()
 
 
 def round_up(n: int, unit: int) -> int:
@@ -148,6 +153,12 @@ class Mixture:
         results = self.read_slots(self.results, n * s.top_k, s.width, 0)
         up = self.up.reshape(s.experts, s.parts, s.hidden, s.width)
         down_allowed = np.empty_like(results)
+        # With instructions for pairs of bf16, what meets a bf16 weight is rounded to bf16 too.
+        bf16_dot = functions().plait_isa() == b"avx512_bf16"
+        rounds_input, rounds_hidden = (bf16_dot and form == "BF16" for form in (s.up, s.down))
+        if rounds_input:
+            given = in_bf16(given)
+        multiplied = in_bf16(hidden) if rounds_hidden else hidden
         for row in range(n * s.top_k):
             e, v = expert[row], given[token[row]]
             products, sizes = up[e] @ v + self.up_bias[e], np.abs(up[e]) @ np.abs(v) + np.abs(self.up_bias[e])
@@ -162,15 +173,15 @@ class Mixture:
                 largest = np.abs(hidden[row].reshape(-1, 32)).max(1) + 1e-30
                 allowed = allowed + np.repeat(largest / 127 * 0.51, 32)
             assert (np.abs(hidden[row] - expected) <= allowed).all()
-            size = np.abs(self.down[e]) @ np.abs(hidden[row]) + np.abs(self.down_bias[e])
+            size = np.abs(self.down[e]) @ np.abs(multiplied[row]) + np.abs(self.down_bias[e])
             down_allowed[row] = 1e-5 * size + 1e-30
-            expected = self.down[e] @ hidden[row] + self.down_bias[e]
+            expected = self.down[e] @ multiplied[row] + self.down_bias[e]
             assert (np.abs(results[row] - expected) <= down_allowed[row]).all()
         of_choice = results[np.argsort(order, kind="stable")].reshape(n, s.top_k, s.width)
         terms = weights.astype(np.float64)[..., None] * of_choice
         assert (np.abs(out - terms.sum(1)) <= 1e-6 * np.abs(terms).sum(1) + 1e-30).all()
-        # And from the tokens to the sums, where nothing is rounded to 8 bits on the way.
-        if not self.hidden_quantised:
+        # And from the tokens to the sums, where nothing is rounded on the way but to fp32.
+        if not self.hidden_quantised and not rounds_hidden:
             function = ACTIVATIONS[s.activation][0]
             for t in range(n):
                 total, size = np.zeros(s.width), np.zeros(s.width)
