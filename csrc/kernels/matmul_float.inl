@@ -16,7 +16,7 @@ constexpr int V = 16 / W;  // vectors per panel and column
 // 32, and at least 8 chains for two multiply-adds a cycle that take four cycles each.
 #if defined(__AVX512F__)
 constexpr int kTile = 12;
-// Not 8 for one token: panels whose bytes are a multiple of 4 KiB would share 8 lines of the cache with what is fetched.
+// Not 8 for one token: panels of a multiple of 4 KiB would share 8 lines of the cache with what is fetched.
 constexpr int panels_for(int tokens) { return tokens <= 4 ? 4 : 2; }
 #elif defined(__AVX2__)
 constexpr int kTile = 6;
@@ -219,7 +219,8 @@ inline void finish(const MatmulArgs &a, int64_t panel, int64_t token, const floa
   }
 }
 
-// Activations as pairs of bfloat16, an odd last number beside a zero: `columns` pairs from pair k on, rows of `span` pairs.
+// Activations as pairs of bfloat16, an odd last number beside a zero: `columns` pairs from pair k on; rows lie `span`
+// pairs apart.
 inline void round_rows(const MatmulArgs &a, int64_t token0, int64_t tokens, int64_t k, int64_t columns, int64_t span,
                        uint16_t *out) {
   const int64_t numbers = a.matrix->cols - 2 * k < 2 * columns ? a.matrix->cols - 2 * k : 2 * columns;

@@ -78,9 +78,9 @@ PLAIT_INLINE vf load_i8(const uint8_t *p) {
 // from how many tokens on it pays to take a panel apart once for all tiles; 0 = never. kStreams: comes from memory.
 
 #if defined(__AVX512VNNI__)
-constexpr bool kTakesApart = false;
+constexpr int kFrom = 0;
 #else
-constexpr bool kTakesApart = true;
+constexpr int kFrom = 9;
 #endif
 
 enum Kind { kPlain, kOffset, kAffine };
@@ -116,7 +116,7 @@ struct Q4_1 {
   static PLAIT_INLINE vf min(const uint8_t *unit, int, int lane) { return load_halves(unit + 32 + lane * 2); }
 };
 struct Q5_0 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = kTakesApart ? 9 : 0;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_0, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 16, kApart = kFrom;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -126,7 +126,7 @@ struct Q5_0 {
   static PLAIT_INLINE vf min(const uint8_t *, int, int) { return vf{}; }
 };
 struct Q5_1 {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_1, kBlocks = 1, kAdd = 4, kParts = 1, kFixed = 0, kApart = kFrom;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int, int j, int lane) {
@@ -147,7 +147,7 @@ struct Q8_0 {
 };
 // d and dmin have 11 bits, the scales 6: their products are exact.
 struct Q4_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q4_K, kBlocks = 8, kAdd = 8, kParts = 1, kFixed = 0, kApart = kFrom;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -161,7 +161,7 @@ struct Q4_K {
   }
 };
 struct Q5_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = kTakesApart ? 9 : 0;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q5_K, kBlocks = 8, kAdd = 4, kParts = 1, kFixed = 0, kApart = kFrom;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kAffine;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -173,7 +173,7 @@ struct Q5_K {
   static PLAIT_INLINE vf min(const uint8_t *unit, int b, int lane) { return Q4_K::min(unit, b, lane); }
 };
 struct Q6_K {
-  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = kTakesApart ? 9 : 0;
+  static constexpr int kLayout = PLAIT_LAYOUT_Q6_K, kBlocks = 8, kAdd = 2, kParts = 2, kFixed = 32, kApart = kFrom;
   static constexpr bool kStreams = true;
   static constexpr Kind kKind = kOffset;
   static PLAIT_INLINE vu quants(const uint8_t *unit, int b, int j, int lane) {
@@ -319,8 +319,8 @@ constexpr int kTile = 4;
 constexpr int kTile = 2;
 #endif
 
-// What a token adds to the dot products of a part of a block: the sum of its activations, for formats with a fixed offset
-// times that. `pair`: the record's two sums of the block.
+// What a token adds to the dot products of a part of a block: the sum of its activations, times the offset for formats
+// that have a fixed one. `pair`: the record's two sums of the block.
 template <class F>
 PLAIT_INLINE float summand(const uint8_t *pair, int part) {
   const float total = F::kParts == 2 ? load_float(pair + part * 4) : load_float(pair) + load_float(pair + 4);
