@@ -46,7 +46,7 @@ _PARTIAL = ".partial-"
 _MAGIC = b"plait-cache-1\n\0\0"
 _PAGE = 4096
 # Bytes written at a time. File systems that keep in large pages what was written at once (ext4 since Linux 6.16, XFS)
-# map the weights with those: a tenth more decoding speed where looking up small pages is slow.
+# map the weights with those, which are found faster.
 _CHUNK = 8 << 20
 _DIGEST_BYTES = 32
 _START = struct.Struct(f"<{len(_MAGIC)}sQQ{_DIGEST_BYTES}s")  # magic, header's place and length, its digest
