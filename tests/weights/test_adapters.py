@@ -214,6 +214,10 @@ REFUSED_TENSORS: dict[str, tuple[Any, str]] = {
         "adapted embedding",
     ),
     "a saved module": (lambda t: t.update({f"{PREFIX}lm_head.weight": torch.ones(96, 24)}), "neither a lora_A"),
+    "the head beside its adapter": (
+        lambda t: t.update({f"{PREFIX}lm_head.base_layer.weight": torch.ones(96, 24)}),
+        "lm_head.base_layer.weight' belongs to an adapter of the output head or the embedding",
+    ),
     "a bias": (lambda t: t.update({f"{Q}.lora_B.bias": torch.ones(24)}), "is a bias"),
     "another prefix": (lambda t: t.update({"model.x.lora_A.weight": torch.ones(4, 24)}), "does not begin with"),
     "a module that is not there": (

@@ -166,6 +166,9 @@ def _modules(source: SafetensorsSource) -> dict[str, None]:
 
 def _what_else(name: str) -> str:
     kinds = {
+        # What peft saves beside an adapter of lm_head or embed_tokens; it comes first in such a file.
+        ".base_layer.": "belongs to an adapter of the output head or the embedding, which is not supported; "
+        "merge the adapter with peft first",
         "lora_embedding_": "is of an adapted embedding, which is not supported",
         "lora_magnitude_vector": "is of DoRA, which is not supported",
         "modules_to_save": "is a whole module beside the low-rank matrices, which is not supported",
