@@ -135,6 +135,19 @@ def test_the_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x"])
+def test_the_source_is_no_target_even_by_force_and_through_a_link(name: str, tmp_path: Path) -> None:
+    source = tmp_path / name
+    convert(model_directory(tmp_path, "llama"), source)
+    link = tmp_path / f"link-{name}"
+    link.symlink_to(source)
+    kept = {file.name: file.read_bytes() for file in ([source] if source.is_file() else source.iterdir())}
+    for target in (source, link):
+        with pytest.raises(UsageError, match="is the model that is read: write to another name"):
+            convert(source, target, force=True)
+    assert {file.name: file.read_bytes() for file in ([source] if source.is_file() else source.iterdir())} == kept
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x"])
 def test_what_appears_meanwhile_is_not_replaced(name: str, tmp_path: Path) -> None:
     """Another convert to the same target that was quicker, for one."""
     directory, target = model_directory(tmp_path, "llama"), tmp_path / name

@@ -148,6 +148,9 @@ def convert(
     type_name = _settle_type(type, dtype, gguf, path)
     _check_target(path, gguf, force)
     model = _open(source, strict, shapes)
+    if model.path is not None and path.exists() and os.path.samefile(path, model.path):
+        model.close()
+        raise UsageError(f"{path} is the model that is read: write to another name, and replace it afterwards")
     report = ConvertReport(str(model.path or model.config.model_type), str(path), "gguf" if gguf else "hf", "")
     report.type = type_name.lower() if gguf else dtype or "auto"
     threads = threads or usable_cpus()
