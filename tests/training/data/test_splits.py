@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import DataError, UsageError
+from plait.training.data.chat import CHAT
 from plait.training.data.config import DataConfig, JoinConfig, SourceConfig, SplitConfig
-from plait.training.data.files import Row
+from plait.training.data.files import Row, read_rows
 from plait.training.data.items import Item, items_of
 from plait.training.data.language import LANGUAGE
 from plait.training.data.splits import drop_leaks, normalised, side_of
@@ -179,3 +180,27 @@ def test_a_blank_side_takes_its_pair_along() -> None:
     ]
     found = list(items_of(config, one, rows, TRANSLATION.read(one), TRANSLATION.columns(one), tally))
     assert [f.texts for f in found] == [("a", "x")] and tally["blank"] == 2
+
+
+def test_files_of_one_name_in_two_sources_are_no_leak(tmp_path: Path) -> None:
+    found = []
+    for side in ("train", "test"):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "0.txt").write_text(f"a text of {side}")
+        source = SourceConfig(path=str(tmp_path / side), split=side)
+        config = DataConfig(sources=(source,))
+        rows = read_rows(source)
+        found += items_of(config, source, rows, LANGUAGE.read(source), LANGUAGE.columns(source), Counter())
+    assert [one.side for one in drop_leaks(found, "error")] == ["train", "test"]
+
+
+def test_the_collection_of_a_chat_is_no_source_id() -> None:
+    chats = [
+        {"source": "forum", "id": f"{n}", "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(40)
+    ]
+    source = SourceConfig(path="a")
+    config = DataConfig(task="chat", sources=(source,), splits=SplitConfig(0.3, 0.3))
+    rows = [Row("a", number, row) for number, row in enumerate(chats, 1)]
+    found = list(items_of(config, source, rows, CHAT.read(source), CHAT.columns(source), Counter()))
+    assert [one.side for one in found] == [side_of(f"{n}", config.splits) for n in range(40)]
+    assert {one.source_id for one in found} == {None}

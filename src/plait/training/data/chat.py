@@ -137,7 +137,8 @@ def _view(store: TokenStore, config: DataConfig) -> Examples:
 
 
 CHAT = Task(
-    columns=lambda source: (source.messages, source.answer),
+    # `source` names the collection that a chat was taken from, which would put thousands on one side.
+    columns=lambda source: (source.messages, source.answer, "source"),
     read=_read,
     texts=lambda item: [text for message in item.content[0] for text in _contents(message)],
     encode=_encode,

@@ -23,11 +23,13 @@ _MAX_FIELD_CHARS = 1 << 30
 
 
 class Row(NamedTuple):
-    """values: by column. file, number: where it stands; of text and JSON the line, counted from 1, else the row."""
+    """values: by column. file, number: where it stands; of text and JSON the line, counted from 1, else the row.
+    by_file: its source_id is a file's name, which another source may use for another file."""
 
     file: str
     number: int
     values: dict[str, Any]
+    by_file: bool = False
 
     @property
     def place(self) -> str:
@@ -231,7 +233,8 @@ def _read_text(source: SourceConfig, path: Path, name: str, several: bool) -> It
             yield Row(str(path), number, {source.text: line})
     elif per == "file":
         # The name, without the folder's own place, so that the split does not depend on where the files lie.
-        yield Row(str(path), 1, {source.text: "\n".join(line for _, line in _lines(path)), "source_id": name})
+        text = "\n".join(line for _, line in _lines(path))
+        yield Row(str(path), 1, {source.text: text, "source_id": name}, by_file=True)
     else:
         for number, text in _sections(path):
             yield Row(str(path), number, {source.text: text})

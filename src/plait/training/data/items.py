@@ -23,7 +23,7 @@ class Item:
     """One document, pair or chat.
 
     content: what the task encodes. texts: what must not stand on two sides of the split; source_id likewise, where its
-    column says more than a number of the row. side: train, valid or test.
+    column says more than a number of the row or the name of a file. side: train, valid or test.
     """
 
     file: str
@@ -97,7 +97,9 @@ def items_of(
                 continue
         name = _id_column(source, row, unusable)
         own = None if name is None else str(row.values[name])
-        item = Item(row.file, row.number, found.content, found.texts, own if name != "id" else None)
+        # A row's number or a file's name says where it stands in this source, and nothing about other sources.
+        local = name == "id" or (row.by_file and source.id == "auto" and name == "source_id")
+        item = Item(row.file, row.number, found.content, found.texts, None if local else own)
         item.side = _side(config, source, row, own if own is not None else normalised(found.leading))
         yield item
         tally["used"] += 1

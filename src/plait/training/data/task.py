@@ -27,8 +27,9 @@ class Encoded(NamedTuple):
 class Task:
     """An entry of `build.TASKS`.
 
-    columns: the columns of a source that hold text, not ids. read: for a source, what a row holds; None where it is
-    blank. texts: what a tokenizer is trained on, and what text is counted in bytes. encode: sequences of items, with a
+    columns: the columns of a source that `id: auto` does not take for ids. read: for a source, what a row holds; None
+    where it is blank. texts: what a tokenizer is trained on, and what text is counted in bytes. encode: sequences of
+    items, with a
     tally of what was left out. view: the examples of a store. tags: languages that the tokenizer needs tags for.
     fields: those of the configuration, beside sources and splits, that ids depend on.
     """
