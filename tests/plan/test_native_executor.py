@@ -151,8 +151,10 @@ def test_weights_in_two_bytes(weights: str) -> None:
             if parameter.ndim == 2:
                 parameter.copy_(parameter.to(TORCH_DTYPES[weights]).float())
     pair = Pair(decoder, weights=weights)
+    # AVX-512 BF16 multiplies bf16 by bf16: activations are rounded, to 9 binary digits.
+    rounds = weights == "bf16" and native_library().isa() == "avx512_bf16"  # type: ignore[union-attr]
     for parts in SHORT:
-        pair.agree(parts)
+        pair.agree(parts, **({"tolerance": 0.2} if rounds else {}))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp16"])

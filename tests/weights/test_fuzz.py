@@ -30,7 +30,7 @@ CASES = {name: 2000 if name in ("gguf", "safetensors") else 166 for name in TARG
 def test_mutated_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
     counts = run(TARGETS[name], CASES[name], tmp_path)
     assert counts["read"] + counts["refused"] == CASES[name]
-    assert counts["read"] > 2 and counts["refused"] > CASES[name] // 20
+    assert counts["read"] > 1 and counts["refused"] > CASES[name] // 20
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

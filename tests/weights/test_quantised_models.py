@@ -264,8 +264,10 @@ def test_native_logits(form: str, family: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(first, second)
         ids, inputs = script.step(step)
         distances += np.abs(kept.execute(ids, inputs, logits=True).logits - model.step(ids, inputs)[0]).max(-1).tolist()
-    # A few numbers lie between two roundings, and either is right.
-    assert np.median(distances) < 1e-5 and max(distances) < 0.3, distances
+    # A few numbers lie between two roundings, and either is right. AVX-512 BF16 rounds what meets bf16 matrices to 9
+    # binary digits, which the model of the plan does not.
+    rounds = native_library().isa() == "avx512_bf16"  # type: ignore[union-attr]
+    assert np.median(distances) < (0.05 if rounds else 1e-5) and max(distances) < 0.3, distances
 
 
 @needs_library

@@ -18,7 +18,7 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     """The records of a run's log; a line that is still being written is left out."""
     file = run / LOG
     records = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []:
         try:
             records.append(json.loads(line))
         except ValueError:

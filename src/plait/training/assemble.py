@@ -88,7 +88,9 @@ def _prepare_device(config: RunConfig) -> None:
     if config.device.startswith("cpu"):
         torch.set_num_threads(config.threads or usable_cpus())
     else:
-        torch.cuda.set_per_process_memory_fraction(config.train.memory_fraction, torch.device(config.device))
+        index = torch.device(config.device).index  # torch wants a number
+        number = torch.cuda.current_device() if index is None else index
+        torch.cuda.set_per_process_memory_fraction(config.train.memory_fraction, number)
 
 
 def _tokenizer(config: RunConfig, folder: Path, start: Path | None) -> Tokenizer | None:

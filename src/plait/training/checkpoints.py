@@ -73,19 +73,24 @@ def save(run: Path, step: int, state: Mapping[str, Any], write: Callable[[Path],
 def last_good(run: Path, warn: Callable[[str], None]) -> Found | None:
     """The newest checkpoint that is whole, by every byte of it; None where a run has none.
 
-    Those that are not are named to `warn`. Raises TrainingError where there are some and none of them is whole: to
-    begin anew would be to lose a run.
+    Those that are not are named to `warn`, and lose their marker where an older one is whole, so that nobody serves
+    them or counts them among the last. Raises TrainingError where there are some and none of them is whole: to begin
+    anew would be to lose a run.
     """
-    leftovers = list((run / FOLDER).glob(".step-*")) if (run / FOLDER).is_dir() else []
+    leftovers = list((run / FOLDER).glob(".*step-*")) if (run / FOLDER).is_dir() else []
     for path in leftovers:  # a save that was killed; the lock says that nobody writes now
         shutil.rmtree(path, ignore_errors=True)
     steps = steps_of(run)
+    rejected: list[Path] = []
     for step in reversed(steps):
         path = directory_of(run, step)
         fault = damage(path)
         if fault is None:
+            for other in rejected:
+                (other / MARKER).unlink(missing_ok=True)
             return Found(path, step, read_json(path / STATE, TrainingError))
         warn(f"{path}: {fault}; the checkpoint before it is used")
+        rejected.append(path)
     if any((directory_of(run, step) / MARKER).exists() for step in steps):
         raise TrainingError(
             f"{run}: none of its {len(steps)} checkpoints is whole; give out= another directory to begin anew"

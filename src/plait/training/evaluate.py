@@ -127,7 +127,7 @@ def compare(found: Evaluation, directory: Path, settings: Settings) -> dict[str,
     file = directory / TEXTS
     if not file.is_file():
         raise UsageError(f"{directory} has no {TEXTS}: give the directory that plait evaluate wrote its files to")
-    others = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    others = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     pairs = [
         [(t.get("language"), t.get("source"), t.get("reference")) for t in texts] for texts in (found.texts, others)
     ]

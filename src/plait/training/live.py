@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from plait.engine.llm import LLM
 from plait.engine.params import SamplingParams
 from plait.errors import PlaitError
@@ -30,6 +32,7 @@ class LiveSampler:
                 device=str(self._decoder.device),
                 kv_memory=_KV_BYTES,
                 max_num_seqs=max(1, len(prompts)),
+                threads=torch.get_num_threads(),  # else it takes all, and the steps after it other last bits
             )
         self._llm.refresh()
         params = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed % 2**31)

@@ -157,7 +157,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 sums = logits.exp_().sum(1, keepdim=True)
                 probabilities = logits.div_(sums)
                 if labels is not None:
-                    goal = torch.multinomial(probabilities, 1, generator=labels).squeeze(1)
+                    # Nothing can be drawn from what is not finite; the loss and its gradient say so.
+                    finite = probabilities.isfinite().all(1, keepdim=True)
+                    drawable = torch.where(finite, probabilities, torch.ones_like(probabilities))
+                    goal = torch.multinomial(drawable, 1, generator=labels).squeeze(1)
                     picked = probabilities.gather(1, goal.unsqueeze(1)).log() + sums.log()
                 assert picked is not None
                 total += (sums.log() - picked).sum()

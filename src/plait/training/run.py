@@ -73,7 +73,9 @@ class RunDirectory:
         if not self.log_file.exists():
             return
         kept = []
-        for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.log_file.read_text(encoding="utf-8", errors="replace").split(
+            "\n"
+        ):  # texts have other line ends
             try:
                 record = json.loads(line)
             except ValueError:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError, UsageError, WeightError
-from plait.model.config import MixtureSpec
+from plait.model.config import MixtureSpec, ModelConfig
 from plait.model.decoder import Decoder
 from plait.model.families import family, parse_config
+from plait.model.rope import rotary_table
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.load import load
 
@@ -81,6 +82,7 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightError(f"transformers cannot load {path}: {first}") from error
     found.model.to(device).eval()
+    same_frequencies(found.model, checkpoint.config)
     found.notes += _renormalise(checkpoint, found.model)
     if any(isinstance(layer.feed_forward, MixtureSpec) for layer in checkpoint.config.layers):
         # Its grouped products take only sizes that are multiples of 16 bytes; this way takes any.
@@ -88,6 +90,20 @@ def load_reference(checkpoint: Checkpoint, decoder: Decoder | None, dtype: torch
     # Sampling settings and end tokens of the checkpoint have no place in a comparison.
     found.model.generation_config = transformers.GenerationConfig()
     return found
+
+
+def same_frequencies(model: Any, config: ModelConfig) -> None:
+    """Give a model of transformers plait's rotary frequencies where its own are equal but for their last digits (1e-6).
+
+    Its own are powers in float32, whose last digit depends on the processor: at position 100 that alone moved
+    probabilities of tiny models by more than plait's whole tolerance, and with equal frequencies by nothing.
+    """
+    ours = [torch.tensor(rotary_table(spec).inv_freq) for spec in config.rotary]
+    for name, theirs in model.named_buffers():
+        for table in ours if name.endswith("inv_freq") else ():
+            table = table.to(theirs.device, theirs.dtype)
+            if table.shape == theirs.shape and torch.allclose(table, theirs, rtol=1e-6, atol=0):
+                theirs.copy_(table)
 
 
 def _renormalise(checkpoint: Checkpoint, model: Any) -> list[str]:
