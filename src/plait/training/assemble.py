@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 import torch
 
 from plait.engine.loading import check_device
-from plait.errors import UsageError
+from plait.errors import TrainingError, UsageError
+from plait.jsonfile import read_json_if_there
 from plait.kernels.native import usable_cpus
 from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder, from_config
 from plait.model.families import parse_config
 from plait.text.tokenizer import Tokenizer, load_tokenizer
-from plait.training.checkpoints import Found
+from plait.training.checkpoints import Found, sync
 from plait.training.config import ExpertsConfig, RunConfig
 from plait.training.data.batches import Batches
 from plait.training.data.build import Data, Progress, build_data
@@ -24,7 +27,7 @@ from plait.training.loop import Parts
 from plait.training.optimizers import RoleOptimizer, build_optimizer, table
 from plait.training.precision import choose_precision
 from plait.training.routing import StepRouting
-from plait.weights.hf_files import write_tokenizer
+from plait.weights.hf_files import write_json, write_tokenizer
 from plait.weights.load import load
 from plait.weights.locate import locate
 
@@ -101,14 +104,27 @@ def _tokenizer(config: RunConfig, folder: Path, start: Path | None) -> Tokenizer
 
 
 def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, start: Path | None) -> None:
-    """The tokenizer's files in the run. Of a starting checkpoint all of them, with its chat template."""
+    """The tokenizer's files in the run. Of a starting checkpoint all of them, with its chat template.
+
+    All end tokens go along: those that only a config.json or a GGUF file names would be missing when the run goes on,
+    and its data would seem to be others. Written beside and renamed, so that a kill leaves no half of it.
+    """
     if (folder / "tokenizer.json").exists():
         return
-    folder.mkdir(exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    for left in (temporary, folder):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
     if start is not None:
-        write_tokenizer(start, folder)
+        write_tokenizer(start, temporary)
     else:
-        tokenizer.save(folder)
+        tokenizer.save(temporary)
+    generation = temporary / "generation_config.json"
+    settings = read_json_if_there(generation, TrainingError)
+    write_json(generation, {**settings, "eos_token_id": sorted(tokenizer.eos_token_ids)})
+    for file in (*temporary.iterdir(), temporary):
+        sync(file)
+    os.rename(temporary, folder)
 
 
 def _decoder(config: RunConfig, tokenizer: Tokenizer, start: Path | None, found: Found | None) -> Decoder:

@@ -54,13 +54,13 @@ def save(run: Path, step: int, state: Mapping[str, Any], write: Callable[[Path],
         files = {}
         for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
             files[str(file.relative_to(temporary))] = [file.stat().st_size, _checksum(file)]
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         if target.exists():  # damaged, or of a run that went on from an earlier one
             (target / MARKER).unlink(missing_ok=True)
             shutil.rmtree(target)
         os.rename(temporary, target)
-        _sync(folder)
+        sync(folder)
         _write_marker(target, files)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -131,9 +131,9 @@ def prune(run: Path, keep_last: int, best: int | None) -> None:
 def _write_marker(path: Path, files: Mapping[str, Any]) -> None:
     temporary = path / f".{MARKER}"
     temporary.write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-    _sync(temporary)
+    sync(temporary)
     os.rename(temporary, path / MARKER)
-    _sync(path)
+    sync(path)
 
 
 def _checksum(file: Path) -> int:
@@ -144,7 +144,7 @@ def _checksum(file: Path) -> int:
     return value
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have a file or a directory on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
@@ -153,4 +153,4 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-__all__ = ["Found", "best_step", "damage", "last_good", "prune", "save"]
+__all__ = ["Found", "best_step", "damage", "last_good", "prune", "save", "sync"]
