@@ -121,7 +121,11 @@ def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, start: Path | None) -> N
         tokenizer.save(temporary)
     generation = temporary / "generation_config.json"
     settings = read_json_if_there(generation, TrainingError)
-    write_json(generation, {**settings, "eos_token_id": sorted(tokenizer.eos_token_ids)})
+    known = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    settings = {**{key: value for key, value in known.items() if value is not None}, **settings}
+    if tokenizer.eos_token_ids:
+        settings["eos_token_id"] = sorted(tokenizer.eos_token_ids)
+    write_json(generation, settings)
     for file in (*temporary.iterdir(), temporary):
         sync(file)
     os.rename(temporary, folder)
