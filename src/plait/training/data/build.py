@@ -34,7 +34,7 @@ from plait.training.data.translation import TRANSLATION
 TASKS: dict[str, Task] = {"language": LANGUAGE, "translation": TRANSLATION, "chat": CHAT}
 
 # Raised when what is stored changes its meaning.
-_VERSION = 1
+_VERSION = 2
 _BLOCK_CHARS = 4_000_000
 
 # (what is being done, how much is done, of how much; 0: unknown)
