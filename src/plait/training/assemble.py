@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from plait.engine.loading import check_device
+from plait.engine.loading import check_device, set_threads
 from plait.errors import TrainingError, UsageError
 from plait.jsonfile import read_json_if_there
 from plait.kernels.native import usable_cpus
@@ -19,7 +19,7 @@ from plait.model.config import MixtureSpec
 from plait.model.decoder import Decoder, from_config
 from plait.model.families import parse_config
 from plait.text.tokenizer import Tokenizer, load_tokenizer
-from plait.training.checkpoints import Found, sync
+from plait.training.checkpoints import Found
 from plait.training.config import ExpertsConfig, RunConfig
 from plait.training.data.batches import Batches
 from plait.training.data.build import Data, Progress, build_data
@@ -27,7 +27,7 @@ from plait.training.loop import Parts
 from plait.training.optimizers import RoleOptimizer, build_optimizer, table
 from plait.training.precision import choose_precision
 from plait.training.routing import StepRouting
-from plait.weights.hf_files import write_json, write_tokenizer
+from plait.weights.hf_files import sync, write_json, write_tokenizer
 from plait.weights.load import load
 from plait.weights.locate import locate
 
@@ -89,7 +89,7 @@ def assemble(config: RunConfig, run: Path, found: Found | None, progress: Progre
 def _prepare_device(config: RunConfig) -> None:
     check_device(config.device)
     if config.device.startswith("cpu"):
-        torch.set_num_threads(config.threads or usable_cpus())
+        set_threads(config.threads or usable_cpus(), "cpu", "reference")  # torch's, and the optimiser's kernels
     else:
         index = torch.device(config.device).index  # torch wants a number
         number = torch.cuda.current_device() if index is None else index

@@ -23,6 +23,7 @@ from typing import Any
 
 from plait.errors import TrainingError
 from plait.jsonfile import read_json
+from plait.weights.hf_files import sync
 from plait.weights.runs import FOLDER, MARKER, STATE, best_step, complete, directory_of, marked_files, steps_of
 
 _READ_BYTES = 1 << 20
@@ -144,13 +145,4 @@ def _checksum(file: Path) -> int:
     return value
 
 
-def sync(path: Path) -> None:
-    """Have a file or a directory on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-__all__ = ["Found", "best_step", "damage", "last_good", "prune", "save", "sync"]
+__all__ = ["Found", "best_step", "damage", "last_good", "prune", "save"]

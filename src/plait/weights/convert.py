@@ -27,7 +27,7 @@ from plait.weights.gguf_source import GGUFSource
 from plait.weights.gguf_writer.file import FileTensor, write_gguf
 from plait.weights.gguf_writer.model import GGUFContents, copied_contents, model_contents
 from plait.weights.gguf_writer.recipes import AUTO, check_type
-from plait.weights.hf_files import move_into_place, umask
+from plait.weights.hf_files import move_into_place, sync, umask
 from plait.weights.hf_writer import directory_contents, write_directory
 from plait.weights.joined import JoinedSource
 from plait.weights.locate import locate
@@ -212,6 +212,7 @@ class _Model:
         return MergedParameters(own, targets_of(self.adapters)) if self.adapters else own
 
     def _parameters(self) -> Parameters:
+        """Those of its kind: each of the two classes below has its own."""
         raise NotImplementedError
 
     def gguf_contents(self, type_name: str, tokenizer: bool, threads: int) -> GGUFContents:
@@ -336,7 +337,7 @@ def _write_file(path: Path, contents: GGUFContents, progress: Progress, force: b
         try:
             with progress(total) as advance:
                 write_gguf(temporary, contents.metadata, contents.tensors, lambda tensor: advance(tensor.nbytes))
-            _sync(temporary)
+            sync(temporary)
             os.chmod(temporary, 0o666 & ~umask())
             _check_target(path, True, force)  # another one may have been written meanwhile
             os.replace(temporary, path)
@@ -359,7 +360,7 @@ def _write_whole_directory(
             with progress(total) as advance:
                 fill(temporary, lambda tensor: advance(tensor.nbytes))
             for file in temporary.rglob("*.safetensors"):
-                _sync(file)
+                sync(file)
             _check_target(path, False, force)
             move_into_place(temporary, path)
         finally:
@@ -385,15 +386,6 @@ def _failing_whole(path: Path, total: int) -> Iterator[None]:
 def _is_ours(file: Path, target: Path) -> bool:
     """Whether this is the target, or what is written under another name beside it."""
     return file == target or any(part.startswith(f".{target.name}-") for part in file.parts)
-
-
-def _sync(path: Path) -> None:
-    """Have the file on the disk before it gets its name."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _grouped(fallbacks: list[list[str]]) -> dict[tuple[str, str], list[str]]:

@@ -140,6 +140,15 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def sync(path: Path) -> None:
+    """Have a file or a directory on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def umask() -> int:
     """The permissions that this process gives to nothing that it makes."""
     mask = os.umask(0)

@@ -37,7 +37,10 @@ class Rule:
     def update(
         self, parameters: list[Tensor], gradients: list[Tensor], states: Sequence[list[Tensor]], n: Numbers
     ) -> list[Tensor] | None:
-        """One step in torch: a flat float32 tensor per piece. Returns what the rule measures, a scalar per piece."""
+        """One step in torch: a flat float32 tensor per piece. Returns what the rule measures, a scalar per piece.
+
+        A rule whose optimiser moves its matrices together has none (Muon).
+        """
         raise NotImplementedError
 
 
